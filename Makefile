@@ -1,0 +1,88 @@
+# Every target sets up its own virtual environment; nothing but Python 3.11+ and make is needed.
+
+PYTHON ?= python3
+DEMO ?=
+WORKERS ?= 2
+FAULTS ?= 100
+FAULTS_IN_CLUSTER ?= 25
+FAULTS_WITH_SPARK ?= 25
+FUZZ_EXAMPLES ?= 20000
+FUZZ_SECONDS ?= 60
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+CAMPAIGN := $(BIN)/python -m tests.fault.campaign
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-alone test-long check bench test-more prove fuzz browser clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.demo  ## real servers, a live shop, the bridge, a mirror and Spark; Ctrl-C ends it
+	$(BIN)/bridge demo $(DEMO)
+
+test: $(VENV)/.dev  ## all tests, on real servers
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not more and not alone" --ignore tests/spark tests
+	$(PYTEST) -m "not more and not alone" tests/spark
+
+test-alone: $(VENV)/.dev  ## tests that want the machine for themselves, one after the other
+	$(PYTEST) -m "alone and not more" tests
+
+test-long: $(VENV)/.dev  ## the tests that kill and cut in loops, twenty rounds instead of three, a million rows
+	TAILRACE_LONG=1 $(PYTEST) -m "not more" --timeout 3600 tests/fault tests/integration/test_mirror_faults.py \
+		tests/integration/test_snapshot_handoff.py
+
+check: $(VENV)/.dev  ## format, lint, types, import rules, and the built wheel in an empty environment
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict bridge consumer_sdk spark_consumer
+	$(BIN)/lint-imports
+	rm -rf build/check && mkdir -p build/check
+	$(BIN)/python -m build --outdir build/check .
+	$(BIN)/python -m venv build/check/venv
+	build/check/venv/bin/python -m pip install --quiet --disable-pip-version-check build/check/*.whl
+	cd build/check && for command in bridge cdc spark-consumer; do \
+		venv/bin/$$command --help > $$command.txt && venv/bin/$$command --version || exit 1; \
+	done
+
+bench: $(VENV)/.dev  ## throughput and latency, as ratios to PostgreSQL's own tools
+	$(BIN)/python -m tests.bench
+
+test-more: $(VENV)/.dev browser  ## tests that need more than Python packages: a browser
+	$(PYTEST) -m more tests
+
+prove: $(VENV)/.dev  ## the guarantees at length: mistakes are caught, FAULTS more faults do no harm
+	$(PYTEST) -q -m alone tests/fault/test_mutations.py
+	$(CAMPAIGN) --add $(FAULTS)
+	$(CAMPAIGN) --add $(FAULTS_IN_CLUSTER) --cluster
+	$(CAMPAIGN) --add $(FAULTS_WITH_SPARK) --with-spark
+
+fuzz: $(VENV)/.dev  ## property tests with FUZZ_EXAMPLES examples each, then FUZZ_SECONDS of coverage-guided fuzzing
+	HYPOTHESIS_PROFILE=fuzz FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) \
+		$(PYTEST) -n $(WORKERS) --timeout 0 tests/property
+	$(PIP_INSTALL) -e '.[fuzz]'
+	$(BIN)/python -m tests.property.coverage_guided --seconds $(FUZZ_SECONDS)
+
+browser: $(VENV)/.dev
+	$(PIP_INSTALL) -e '.[more]'
+	$(BIN)/python -m tests.browser.chromium
+
+clean:  ## remove what builds, tests and runs have left; the environment stays
+	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf artifacts checkpoints derby.log metastore_db spark-warehouse
+	find bridge consumer_sdk spark_consumer tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tailrace needs Python 3.11 or newer; set PYTHON=…")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -e '.[demo,spark]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.demo

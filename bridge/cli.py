@@ -1,0 +1,225 @@
+"""The command `bridge`: flags derived from the settings, one line for every error."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from bridge import __version__, config
+from bridge.allocator import return_large_blocks
+from bridge.errors import BridgeError, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COMMANDS = ("run", "check", "config", "drop", "demo")
+
+DESCRIPTION = """\
+Stream PostgreSQL changes to NATS JetStream: complete, in commit order, exactly once.
+
+  bridge --slot S --pub P        run until stopped
+  bridge check --slot S --pub P  look at PostgreSQL and NATS before running
+  bridge config                  show the effective settings and their origin
+  bridge drop --slot S --yes     drop the slot, for good
+  bridge demo                    see it move, with servers of its own
+"""
+
+EPILOG = """\
+Every setting can also be given as BRIDGE_{NAME} in the environment or in a TOML file (--config);
+flags win over the environment, the environment over the file. Passwords and tokens are read from
+the environment or the file only.
+
+Exit codes: 0 fine, 1 the answer is no, 2 bad settings, 3 PostgreSQL or NATS not usable as
+configured, 4 data at risk.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong flag in one line; flags are spelled out, so that new ones break nothing."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> Any:
+        raise SettingsError(f"{message}; see {self.prog} --help")
+
+
+def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
+    groups: dict[str, Any] = {}
+    for item in config.definitions():
+        meta = item.metadata
+        if not meta["flag"] or (names is not None and item.name not in names):
+            continue
+        group = groups.get(meta["group"])
+        if group is None:
+            group = groups[meta["group"]] = parser.add_argument_group(meta["group"])
+        variables = ", ".join(config.environment_names(item))
+        default = "" if item.default in ("", False) else f", default {_shown(item)}"
+        text = f"{meta['help']} [{variables}{default}]"
+        if meta["kind"] == "flag":
+            group.add_argument(
+                config.flag_name(item),
+                dest=item.name,
+                action=argparse.BooleanOptionalAction,
+                default=None,
+                help=text,
+            )
+        else:
+            group.add_argument(
+                config.flag_name(item),
+                dest=item.name,
+                default=None,
+                metavar="{{{}}}".format(",".join(meta["choices"])) if meta["choices"] else "VALUE",
+                help=text.replace("%", "%%"),
+            )
+    parser.add_argument("--config", metavar="FILE", help="settings file in TOML [BRIDGE_CONFIG]")
+
+
+def _shown(item: Any) -> str:
+    kind, value = item.metadata["kind"], item.default
+    if kind == "seconds":
+        for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+            if value >= size and value % size == 0:
+                return f"{value / size:g}{unit}"
+        return f"{value:g}s"
+    if kind == "bytes":
+        for unit, size in (("GB", 1024**3), ("MB", 1024**2), ("KB", 1024)):
+            if value and value % size == 0:
+                return f"{value // size}{unit}"
+    return str(value)
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    if command == "run":
+        parser = _Parser(
+            prog="bridge",
+            description=DESCRIPTION,
+            epilog=EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _add_settings(parser)
+    elif command == "check":
+        parser = _Parser(
+            prog="bridge check",
+            description="Look at PostgreSQL and NATS: every finding with the exact fix. "
+            "Exit code 0 only if the bridge can run safely.",
+        )
+        _add_settings(parser)
+        parser.add_argument(
+            "--fix-sql", action="store_true", help="print the SQL of a least-privilege set-up"
+        )
+    elif command == "config":
+        parser = _Parser(
+            prog="bridge config",
+            description="Show the effective settings and where each came from; secrets are masked.",
+        )
+        _add_settings(parser)
+        parser.add_argument("--as-json", action="store_true", help="print JSON")
+    elif command == "drop":
+        parser = _Parser(
+            prog="bridge drop",
+            description="Drop the replication slot, so that no orphan fills the disk, and release "
+            "its tables. Consumers need a new bootstrap if the source ever comes back.",
+        )
+        _add_settings(parser)
+        parser.add_argument("--yes", action="store_true", help="do it")
+    else:
+        parser = _Parser(
+            prog="bridge demo",
+            description="PostgreSQL, NATS, the bridge, a live workload and a mirror, all embedded; "
+            "ends with a checked result.",
+        )
+        parser.add_argument(
+            "--seconds",
+            type=float,
+            default=None,
+            metavar="N",
+            help="stop by itself after N seconds",
+        )
+        parser.add_argument("--no-spark", action="store_true", help="leave out the Spark part")
+        parser.add_argument(
+            "--port", type=int, default=9090, help="port of the dashboard, default 9090"
+        )
+    parser.add_argument("--version", action="version", version=f"tailrace {__version__}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the result is the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = "run"
+    if arguments and arguments[0] in COMMANDS:
+        command = arguments.pop(0)
+    try:
+        options = _parser(command).parse_args(arguments)
+        return _COMMANDS[command](options)
+    except BridgeError as error:
+        print(f"bridge: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+def _settings(options: argparse.Namespace) -> config.Settings:
+    return config.load(vars(options), config_file=options.config)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from bridge.service import Service
+    from bridge.telemetry.logs import configure_logging
+
+    settings = _settings(options)
+    config.require(settings, "slot", "pub")
+    configure_logging(settings.log_level, settings.log_format)  # type: ignore[arg-type]
+
+    async def serve() -> None:
+        await Service(settings).run()
+
+    return_large_blocks()
+    asyncio.run(serve())
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    rows = config.masked(_settings(options))
+    if options.as_json:
+        print(json.dumps({name: {"value": v, "origin": o} for name, v, o in rows}, indent=2))
+        return 0
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for name, value, origin in rows:
+        print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+    return 0
+
+
+def _drop(options: argparse.Namespace) -> int:
+    from bridge.decommission import drop
+
+    settings = _settings(options)
+    config.require(settings, "slot")
+    if not options.yes:
+        raise SettingsError(
+            f"drop would remove slot {settings.slot} and its place in the log; add --yes to do it"
+        )
+    return asyncio.run(drop(settings))
+
+
+def _check(options: argparse.Namespace) -> int:
+    from bridge.preflight.command import run_check
+
+    settings = _settings(options)
+    config.require(settings, "slot", "pub")
+    return asyncio.run(run_check(settings, as_json=bool(options.json), fix_sql=options.fix_sql))
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from bridge.demo.command import run_demo
+
+    return run_demo(seconds=options.seconds, spark=not options.no_spark, port=options.port)
+
+
+_COMMANDS = {"run": _run, "check": _check, "config": _config, "drop": _drop, "demo": _demo}

@@ -1,0 +1,427 @@
+"""Every setting of the bridge, defined once: flag, variable, file key, default, help."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tomllib
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+from urllib.parse import urlsplit
+
+from bridge.errors import SettingsError
+from consumer_sdk.wire.subjects import Subjects
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Kind = Literal["text", "integer", "flag", "seconds", "bytes"]
+
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_BYTES = {"": 1, "b": 1, "kb": 1024, "mb": 1024**2, "gb": 1024**3, "tb": 1024**4}
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
+_SLOT_NAME = re.compile(r"[a-z0-9_]{1,63}\Z")
+
+
+def setting(
+    default: Any,
+    help_text: str,
+    *,
+    kind: Kind = "text",
+    env: Sequence[str] = (),
+    flag: bool = True,
+    secret: bool = False,
+    choices: Sequence[str] = (),
+    group: str = "bridge",
+    low: float | None = None,
+) -> Any:
+    """Declare one setting; every other spelling of it derives from this."""
+    return field(
+        default=default,
+        repr=not secret,
+        metadata={
+            "help": help_text,
+            "kind": kind,
+            "env": tuple(env),
+            "flag": flag,
+            "secret": secret,
+            "choices": tuple(choices),
+            "group": group,
+            "low": low,
+        },
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The effective settings; `origins` says where each came from."""
+
+    slot: str = setting("", "replication slot; also the name of the source")
+    pub: str = setting("", "publication to stream")
+    port: int = setting(9090, "HTTP port, 0 for any free one", kind="integer", low=0)
+    host: str = setting("127.0.0.1", "HTTP address to listen on")
+    json: bool = setting(False, "publish JSON instead of MessagePack", kind="flag")
+    pack: bool = setting(False, "several rows of a transaction share one message", kind="flag")
+    zstd: bool = setting(False, "compress snapshot chunks", kind="flag")
+    zstd_events: bool = setting(False, "compress events too", kind="flag")
+    prefix: str = setting("", "prefix of all subjects, streams and buckets")
+    on_gap: str = setting(
+        "exit",
+        "when continuity is lost: stop with exit code 4, or begin a new epoch",
+        choices=("exit", "new-epoch"),
+    )
+    failover: bool = setting(
+        False, "create the slot so that it fails over to a standby (17+)", kind="flag"
+    )
+    origin: str = setting(
+        "any", "'none' leaves out changes that were themselves replicated", choices=("any", "none")
+    )
+    admin_token: str = setting("", "token for POST /shutdown", secret=True, flag=False)
+
+    database_url: str = setting(
+        "", "PostgreSQL in one piece", env=("DATABASE_URL",), secret=True, group="PostgreSQL"
+    )
+    pg_host: str = setting("", "PostgreSQL host", env=("PG_HOST",), group="PostgreSQL")
+    pg_port: int = setting(
+        5432, "PostgreSQL port", kind="integer", env=("PG_PORT",), group="PostgreSQL", low=1
+    )
+    pg_db: str = setting("postgres", "database", env=("PG_DB",), group="PostgreSQL")
+    pg_user: str = setting("", "PostgreSQL role", env=("POSTGRES_BRIDGE_USER",), group="PostgreSQL")
+    pg_password: str = setting(
+        "", "its password", env=("POSTGRES_BRIDGE_PASSWORD",), secret=True, flag=False,
+        group="PostgreSQL",
+    )  # fmt: skip
+    pg_sslmode: str = setting(
+        "", "TLS towards PostgreSQL, as in libpq", env=("PGSSLMODE",), group="PostgreSQL"
+    )
+    pg_sslrootcert: str = setting(
+        "", "CA certificate of PostgreSQL", env=("PGSSLROOTCERT",), group="PostgreSQL"
+    )
+    pg_sslcert: str = setting("", "client certificate", env=("PGSSLCERT",), group="PostgreSQL")
+    pg_sslkey: str = setting("", "client key file", env=("PGSSLKEY",), group="PostgreSQL")
+
+    nats_url: str = setting(
+        "", "NATS in one piece, several separated by commas", env=("NATS_URL",), secret=True,
+        group="NATS",
+    )  # fmt: skip
+    nats_host: str = setting("127.0.0.1", "NATS host", env=("NATS_HOST",), group="NATS")
+    nats_port: int = setting(
+        4222, "NATS port", kind="integer", env=("NATS_PORT",), group="NATS", low=1
+    )
+    nats_user: str = setting("", "NATS user", env=("NATS_BRIDGE_USER",), group="NATS")
+    nats_password: str = setting(
+        "", "its password", env=("NATS_BRIDGE_PASSWORD",), secret=True, flag=False, group="NATS"
+    )
+    nats_creds: str = setting("", "credentials file", env=("NATS_CREDS",), group="NATS")
+    nats_nkey: str = setting("", "nkey seed file", env=("NATS_NKEY",), group="NATS")
+    nats_ca: str = setting("", "CA certificate of NATS", env=("NATS_CA",), group="NATS")
+    nats_cert: str = setting("", "client certificate", env=("NATS_CERT",), group="NATS")
+    nats_key: str = setting("", "client key file", env=("NATS_KEY",), group="NATS")
+    nats_monitor: str = setting(
+        "", "monitoring address of nats-server, http://host:8222, for `bridge check`", group="NATS"
+    )
+
+    cdc_stream: str = setting("", "name of the CDC stream, default {prefix_}CDC", group="streams")
+    init_stream: str = setting(
+        "", "name of the INIT stream, default {prefix_}INIT", group="streams"
+    )
+    cdc_max_age: float = setting(
+        8 * 86400.0, "how long a created CDC stream keeps changes", kind="seconds", group="streams",
+        low=0,
+    )  # fmt: skip
+    cdc_max_bytes: int = setting(
+        0, "size limit of a created CDC stream, 0 for none", kind="bytes", group="streams", low=0
+    )
+    init_max_age: float = setting(
+        7 * 86400.0, "how long a created INIT stream keeps snapshots", kind="seconds",
+        group="streams", low=0,
+    )  # fmt: skip
+    init_max_bytes: int = setting(
+        0, "size limit of a created INIT stream, 0 for none", kind="bytes", group="streams", low=0
+    )
+    replicas: int = setting(
+        1, "replicas of created streams and buckets", kind="integer", group="streams", low=1
+    )
+    duplicate_window: float = setting(
+        10.0, "deduplication window of a created CDC stream", kind="seconds", group="streams",
+        low=0.1,
+    )  # fmt: skip
+
+    ring_slots: int = setting(
+        65536, "slots of the ring, a power of two", kind="integer", group="pipeline", low=2
+    )
+    ring_bytes: int = setting(
+        16 * 1024**2, "bytes the ring may hold", kind="bytes", group="pipeline", low=65536
+    )
+    batch_events: int = setting(
+        500, "events in a batch at most", kind="integer", group="pipeline", low=1
+    )
+    batch_bytes: int = setting(
+        256 * 1024, "bytes in a batch at most", kind="bytes", group="pipeline", low=1024
+    )
+    flush_timeout: float = setting(
+        10.0, "how long a batch may wait for its acknowledgement", kind="seconds",
+        group="pipeline", low=0.1,
+    )  # fmt: skip
+    drain_timeout: float = setting(
+        10.0, "how long a shutdown may take to drain", kind="seconds", group="pipeline", low=0
+    )
+    nats_away_limit: float = setting(
+        60.0, "after so long without NATS the replication connection is closed", kind="seconds",
+        group="pipeline", low=1,
+    )  # fmt: skip
+    status_interval: float = setting(
+        1.0, "how often PostgreSQL is told the position", kind="seconds", group="pipeline", low=0.05
+    )
+
+    snapshot_chunk_rows: int = setting(
+        10_000, "rows in a snapshot chunk at most", kind="integer", group="snapshots", low=1
+    )
+    snapshot_workers: int = setting(
+        2, "processes that copy one large table", kind="integer", group="snapshots", low=1
+    )
+    snapshot_wait: float = setting(
+        300.0, "how long a snapshot waits for running transactions", kind="seconds",
+        group="snapshots", low=1,
+    )  # fmt: skip
+
+    wal_check_interval: float = setting(
+        30.0, "how often lag and slot are looked at", kind="seconds", group="telemetry", low=0.1
+    )
+    wal_warning: int = setting(
+        512 * 1024**2, "lag that is worth a warning", kind="bytes", group="telemetry", low=0
+    )
+    wal_critical: int = setting(
+        1024**3, "lag that is critical", kind="bytes", group="telemetry", low=0
+    )
+    metrics_interval: float = setting(
+        15.0, "how often the METRICS line is logged", kind="seconds", group="telemetry", low=0.1
+    )
+    log_level: str = setting(
+        "info", "least level that is logged", choices=("debug", "info", "warning", "error"),
+        group="telemetry",
+    )  # fmt: skip
+    log_format: str = setting(
+        "logfmt", "form of the log", choices=("logfmt", "json"), group="telemetry"
+    )
+
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def outranks(self, part: str, whole: str) -> bool:
+        """Whether a setting was given closer at hand than the one it is a part of."""
+        return _rank(self.origins.get(part)) > _rank(self.origins.get(whole))
+
+    @property
+    def subjects(self) -> Subjects:
+        """Names on NATS, with stream names overridden where they are set."""
+        names = Subjects(self.prefix)
+        if self.cdc_stream:
+            names.cdc_stream = self.cdc_stream
+        if self.init_stream:
+            names.init_stream = self.init_stream
+        return names
+
+
+def _rank(origin: str | None) -> int:
+    return ("default", "file", "environment", "flag").index((origin or "default").split()[0])
+
+
+def definitions() -> list[Field[Any]]:
+    """The fields of Settings that are settings, in order."""
+    return [item for item in fields(Settings) if "help" in item.metadata]
+
+
+def environment_names(item: Field[Any]) -> tuple[str, ...]:
+    """The variables a setting is read from, most specific first."""
+    return (f"BRIDGE_{item.name.upper()}", *item.metadata["env"])
+
+
+def flag_name(item: Field[Any]) -> str:
+    return "--" + item.name.replace("_", "-")
+
+
+def parse_value(item: Field[Any], text: Any, where: str) -> Any:
+    """Turn what was written at `where` into the setting's type."""
+    kind: Kind = item.metadata["kind"]
+    shown = "***" if item.metadata["secret"] else repr(text)
+    try:
+        value = _PARSERS[kind](text)
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"{where}: {shown} is not {_EXPECTED[kind]}") from error
+    choices = item.metadata["choices"]
+    if choices and value not in choices:
+        raise SettingsError(f"{where}: {shown} is not one of {', '.join(choices)}")
+    low = item.metadata["low"]
+    if low is not None and value < low:
+        raise SettingsError(f"{where}: {shown} is too small; the least is {low}")
+    return value
+
+
+def _parse_text(text: Any) -> str:
+    if not isinstance(text, str) or "\0" in text:
+        raise ValueError
+    return text
+
+
+def _parse_integer(text: Any) -> int:
+    if isinstance(text, bool | float):
+        raise TypeError
+    return int(text)
+
+
+def _parse_flag(text: Any) -> bool:
+    if isinstance(text, bool):
+        return text
+    lowered = str(text).strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError
+
+
+def _with_unit(text: Any, units: Mapping[str, float], default_unit: str) -> float:
+    if isinstance(text, bool):
+        raise TypeError
+    if isinstance(text, int | float):
+        if not math.isfinite(text):
+            raise ValueError
+        return float(text)
+    match = _NUMBER.match(str(text))
+    if match is None:
+        raise ValueError
+    unit = match[2].lower() or default_unit
+    if unit not in units:
+        raise ValueError
+    return float(match[1]) * units[unit]
+
+
+_PARSERS: dict[Kind, Any] = {
+    "text": _parse_text,
+    "integer": _parse_integer,
+    "flag": _parse_flag,
+    "seconds": lambda text: _with_unit(text, _SECONDS, "s"),
+    "bytes": lambda text: int(_with_unit(text, _BYTES, "b")),
+}
+_EXPECTED: dict[Kind, str] = {
+    "text": "a text",
+    "integer": "a whole number",
+    "flag": "yes or no",
+    "seconds": "a duration such as 500ms, 30s, 2h or 8d",
+    "bytes": "a size such as 256KB, 16MB or 1GB",
+}
+
+
+def load(
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str] | None = None,
+    config_file: str | None = None,
+) -> Settings:
+    """Merge flags over environment over file over defaults, and check every value."""
+    environ = os.environ if environ is None else environ
+    config_file = config_file or environ.get("BRIDGE_CONFIG") or None
+    from_file = _read_file(config_file) if config_file else {}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    known = {item.name for item in definitions()}
+    unknown = sorted(set(from_file) - known)
+    if unknown:
+        raise SettingsError(f"{config_file}: unknown setting {unknown[0]!r}; see bridge --help")
+    for item in definitions():
+        name = item.name
+        if flags.get(name) is not None:
+            origins[name] = f"flag {flag_name(item)}"
+            values[name] = parse_value(item, flags[name], flag_name(item))
+            if item.metadata["secret"]:
+                _refuse_visible_secret(item, values[name])
+            continue
+        variable = next((n for n in environment_names(item) if environ.get(n)), None)
+        if variable is not None:
+            origins[name] = f"environment {variable}"
+            values[name] = parse_value(item, environ[variable], variable)
+        elif name in from_file:
+            origins[name] = f"file {config_file}"
+            values[name] = parse_value(item, from_file[name], f"{config_file}: {name}")
+        else:
+            assert item.default is not MISSING
+            origins[name] = "default"
+            values[name] = item.default
+    settings = Settings(**values, origins=origins)
+    _check_together(settings)
+    return settings
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {path}: not valid TOML: {error}") from error
+    return {key.replace("-", "_"): value for key, value in document.items()}
+
+
+def _refuse_visible_secret(item: Field[Any], url: str) -> None:
+    """A secret among the flags would show in the process list."""
+    for part in url.split(",") if item.name == "nats_url" else (url,):
+        whole = part.strip() if "//" in part or "=" in part else f"//{part.strip()}"
+        try:
+            parts = urlsplit(whole)
+            # NATS takes a user without a password for a token.
+            is_token = item.name == "nats_url" and bool(parts.username)
+            visible = bool(parts.password) or is_token
+        except ValueError:
+            visible = False
+        if visible or re.search(r"(^|[\s?&])(ssl)?password\s*=", part):
+            raise SettingsError(
+                f"{flag_name(item)}: a password or token on the command line shows in the "
+                "process list; use the environment or --config"
+            )
+
+
+def _check_together(settings: Settings) -> None:
+    if settings.slot and _SLOT_NAME.match(settings.slot) is None:
+        raise SettingsError(
+            f"--slot: {settings.slot!r} is not a slot name; use up to 63 of a-z, 0-9 and _"
+        )
+    if settings.prefix and re.fullmatch(r"[A-Za-z0-9_-]+", settings.prefix) is None:
+        raise SettingsError(f"--prefix: {settings.prefix!r} may hold only letters, digits, - and _")
+    for name in ("port", "pg_port", "nats_port"):
+        number = cast("int", getattr(settings, name))
+        if number > 65535:
+            raise SettingsError(f"--{name.replace('_', '-')}: {number} is not a port")
+    if settings.ring_slots & (settings.ring_slots - 1):
+        raise SettingsError(f"--ring-slots: {settings.ring_slots} is not a power of two")
+    for name in ("cdc_stream", "init_stream"):
+        value = cast("str", getattr(settings, name))
+        if re.search(r"[\s.*>/\\]", value):
+            raise SettingsError(f"--{name.replace('_', '-')}: {value!r} is not a stream name")
+    for name in ("nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key"):
+        path = cast("str", getattr(settings, name))
+        if path and not Path(path).is_file():
+            raise SettingsError(f"--{name.replace('_', '-')}: no file {path}")
+
+
+def require(settings: Settings, *names: str) -> None:
+    """Insist on settings that a command cannot do without."""
+    for item in definitions():
+        if item.name in names and not getattr(settings, item.name):
+            raise SettingsError(
+                f"{flag_name(item)} is missing; give it or set {environment_names(item)[0]}"
+            )
+
+
+def masked(settings: Settings) -> list[tuple[str, str, str]]:
+    """Name, value and origin of every setting, secrets hidden."""
+    rows = []
+    for item in definitions():
+        value = getattr(settings, item.name)
+        shown = str(value)
+        if item.metadata["secret"] and value:
+            shown = "***"
+        elif item.metadata["kind"] == "flag":
+            shown = "yes" if value else "no"
+        rows.append((item.name, shown, settings.origins[item.name]))
+    return rows

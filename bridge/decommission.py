@@ -1,0 +1,76 @@
+"""`bridge drop`: the end of a source."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import nats.errors
+import psycopg
+from nats.js.errors import NotFoundError
+
+from bridge.errors import BridgeError, Retryable, SourceError
+from bridge.publish import link
+from bridge.schemas.store import SchemaStore
+from bridge.wal.connection import connect_catalog, conninfo_of
+
+if TYPE_CHECKING:
+    from bridge.config import Settings
+
+
+async def drop(settings: Settings) -> int:
+    """Drop the slot, then release what NATS holds under its name; 0 also if it was gone."""
+    try:
+        connection = await connect_catalog(conninfo_of(settings))
+    except Retryable as error:
+        raise SourceError(f"{error}; start PostgreSQL or correct its address") from error
+    async with connection:
+        cursor = await connection.execute(
+            "SELECT active, active_pid FROM pg_catalog.pg_replication_slots WHERE slot_name = %s",
+            [settings.slot],
+        )
+        row = await cursor.fetchone()
+        if row is None:
+            print(f"slot {settings.slot} does not exist; nothing to drop")
+        elif row[0]:
+            raise SourceError(
+                f"slot {settings.slot} is in use by process {row[1]}; stop that bridge first"
+            )
+        else:
+            try:
+                await connection.execute(
+                    "SELECT pg_catalog.pg_drop_replication_slot(%s)", [settings.slot]
+                )
+            except psycopg.Error as error:
+                text = " ".join(str(error).split())
+                raise SourceError(f"slot {settings.slot} cannot be dropped: {text}") from error
+            print(f"slot {settings.slot} dropped")
+    await _release(settings)
+    return 0
+
+
+async def _release(settings: Settings) -> None:
+    """Let other sources publish the tables; NATS being away does not undo the drop."""
+    try:
+        await link.probe(settings)
+        client = await link.connect(
+            settings,
+            on_disconnect=lambda: None,
+            on_reconnect=lambda: None,
+            on_error=lambda _error: None,
+        )
+    except (BridgeError, Retryable, OSError, nats.errors.Error) as error:
+        print(f"its tables were not released on NATS: {error}")
+        return
+    try:
+        js = client.jetstream()
+        names = settings.subjects
+        bucket = await js.key_value(names.schemas_bucket)
+        store = SchemaStore(bucket, source=settings.slot, as_json=settings.json)
+        released = await store.release()
+        print(f"{released} tables released")
+    except NotFoundError:
+        print("no tables to release")
+    except (TimeoutError, nats.errors.Error) as error:
+        print(f"its tables were not released on NATS: {error}")
+    finally:
+        await client.close()

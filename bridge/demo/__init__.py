@@ -1,0 +1,1 @@
+"""Embedded servers, a sample workload and the demonstration that runs on them."""

@@ -1,0 +1,50 @@
+"""Named points at which a test can stop or kill the bridge or one of its workers.
+
+`TAILRACE_HOLD` names a directory. A point acts only if the test has put a file there:
+`{point}.hold` makes it wait until the file is gone, `{point}.kill` ends the process as SIGKILL
+does. Reaching it leaves `{point}.reached`. Without the variable a point costs one comparison.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Final
+
+_DIRECTORY: Final = os.environ.get("TAILRACE_HOLD") or None
+_POLL_SECONDS: Final = 0.02
+
+
+def hold(point: str) -> None:
+    """Block here for as long as the point is held, or die here."""
+    if _reach(point):
+        while _is_held(point):
+            time.sleep(_POLL_SECONDS)
+
+
+async def hold_async(point: str) -> None:
+    """Wait here for as long as the point is held, while the event loop goes on, or die here."""
+    if _reach(point):
+        while _is_held(point):  # noqa: ASYNC110 - what is awaited is a file
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+def _reach(point: str) -> bool:
+    """Leave the mark of a point that acts; True if it is to be waited at."""
+    if _DIRECTORY is None:
+        return False
+    fatal = Path(_DIRECTORY, f"{point}.kill").exists()
+    if not fatal and not _is_held(point):
+        return False
+    Path(_DIRECTORY, f"{point}.reached").touch()
+    if fatal:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def _is_held(point: str) -> bool:
+    assert _DIRECTORY is not None
+    return Path(_DIRECTORY, f"{point}.hold").exists()

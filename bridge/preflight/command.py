@@ -1,0 +1,142 @@
+"""`bridge check`: runs the preflight with the effective settings and prints the report."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+import nats
+import nats.errors
+from psycopg.conninfo import conninfo_to_dict
+
+from bridge.errors import BrokerError, Retryable
+from bridge.preflight.findings import Finding, problem
+from bridge.preflight.nats import check_nats
+from bridge.preflight.permissions import check_permissions
+from bridge.preflight.postgres import (
+    check_postgres,
+    check_replication_connection,
+    connect_for_check,
+    published_tables,
+)
+from bridge.preflight.report import exit_code, format_json, format_text
+from bridge.preflight.setup_sql import setup_sql
+from bridge.publish.link import options_of, probe
+from bridge.publish.streams import ApiError
+from bridge.wal.connection import conninfo_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bridge.config import Settings
+    from consumer_sdk.wire.subjects import Subjects
+
+
+async def run_check(
+    settings: Settings, *, as_json: bool = False, fix_sql: bool = False, out: TextIO | None = None
+) -> int:
+    """Print the report, or the set-up SQL, and return the exit code."""
+    stream = out if out is not None else sys.stdout
+    if fix_sql:
+        print(await _setup(settings), end="", file=stream)
+        return 0
+    findings = await check(settings)
+    if as_json:
+        print(format_json(findings), file=stream)
+    else:
+        colour = stream.isatty() and "NO_COLOR" not in os.environ
+        width = max(min(shutil.get_terminal_size((100, 25)).columns, 120), 60)
+        print(format_text(findings, colour=colour, width=width), file=stream)
+    return exit_code(findings)
+
+
+async def check(settings: Settings) -> list[Finding]:
+    """Every finding on both sides; a side that cannot be reached is a finding too."""
+    found, tables = await _check_source(settings)
+    return found + await _check_broker(settings, tables)
+
+
+async def _check_source(settings: Settings) -> tuple[list[Finding], list[tuple[str, str]]]:
+    conninfo = conninfo_of(settings)
+    connection = await connect_for_check(conninfo)
+    if isinstance(connection, Finding):
+        return [connection], []
+    async with connection:
+        found = await check_postgres(
+            connection,
+            slot=settings.slot,
+            publication=settings.pub,
+            warn_bytes=settings.wal_warning,
+        )
+        described = await published_tables(connection, settings.pub)
+    if not any(finding.blocks for finding in found):
+        found += await check_replication_connection(conninfo)
+    tables = described.tables if described is not None else ()
+    return found, [(table.schema, table.table) for table in tables]
+
+
+async def _check_broker(settings: Settings, tables: list[tuple[str, str]]) -> list[Finding]:
+    try:
+        await probe(settings)
+        options = options_of(settings)
+        return await _check_connected(settings, options, settings.subjects, tables)
+    except BrokerError as error:
+        what, _, fix = str(error).partition("; ")
+        return [_unusable(what, fix)]
+    except (TimeoutError, Retryable, nats.errors.Error, OSError) as error:
+        return [_unusable(str(error), "start nats-server, or set NATS_URL to where it is")]
+
+
+async def _check_connected(
+    settings: Settings,
+    options: Mapping[str, Any],
+    subjects: Subjects,
+    tables: list[tuple[str, str]],
+) -> list[Finding]:
+    found = await check_permissions(options, subjects)
+    if any(finding.blocks for finding in found):
+        return found
+    client = await nats.connect(**{**options, "allow_reconnect": False})
+    try:
+        return found + await check_nats(
+            client,
+            subjects=subjects,
+            source=settings.slot,
+            tables=tables,
+            monitor_url=settings.nats_monitor,
+        )
+    except ApiError as error:
+        return [*found, _unusable(f"JetStream answers: {error}", "see the log of nats-server")]
+    finally:
+        await client.close()
+
+
+def _unusable(what: str, fix: str) -> Finding:
+    return problem(
+        "nats", "nats-unreachable", what, "nothing on it could be looked at", fix, blocks=True
+    )
+
+
+async def _setup(settings: Settings) -> str:
+    conninfo = conninfo_of(settings)
+    parts = conninfo_to_dict(conninfo)
+    publication = settings.pub or "tailrace"
+    tables: list[tuple[str, str]] = []
+    exists = False
+    connection = await connect_for_check(conninfo)
+    if not isinstance(connection, Finding):
+        async with connection:
+            described = await published_tables(connection, publication)
+        if described is not None:
+            exists = True
+            tables = [(table.schema, table.table) for table in described.tables]
+    user = str(parts.get("user") or "")
+    return setup_sql(
+        role=user if user not in ("", "postgres") else "bridge",
+        database=str(parts.get("dbname") or "postgres"),
+        publication=publication,
+        tables=tables,
+        creates_publication=not exists,
+    )

@@ -1,0 +1,120 @@
+"""The PostgreSQL half of the preflight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from bridge.preflight.findings import Finding, problem
+from bridge.preflight.publication import check_publication
+from bridge.preflight.published import read_publication
+from bridge.preflight.server import check_open_transactions, check_server, read_facts
+from bridge.preflight.slot import check_decoding, check_slots, read_slots
+
+if TYPE_CHECKING:
+    from bridge.preflight.published import Publication
+
+DEFAULT_WARN_BYTES = 512 * 1024**2
+
+
+async def check_postgres(
+    connection: psycopg.AsyncConnection[Any],
+    *,
+    slot: str,
+    publication: str,
+    warn_bytes: int = DEFAULT_WARN_BYTES,
+    open_transaction_seconds: float = 60.0,
+    try_decoding: bool = True,
+) -> list[Finding]:
+    """Every finding on the server, the role, the publication and the slot.
+
+    The connection must be in autocommit mode; nothing is changed, the slot is not moved.
+    """
+    facts = await read_facts(connection, slot)
+    found = check_server(facts)
+    if any(finding.code == "pg-version" and finding.blocks for finding in found):
+        return found
+    described = await read_publication(connection, publication, facts.version)
+    found += check_publication(described, publication, facts)
+    slots = await read_slots(connection, facts.major)
+    about_slots = check_slots(slots, slot, facts, warn_bytes)
+    found += about_slots
+    usable = facts.slot_exists and not any(finding.blocks for finding in about_slots)
+    if try_decoding and usable and described is not None and facts.may_replicate:
+        found += await check_decoding(connection, slot, publication)
+    found += await check_open_transactions(
+        connection, open_transaction_seconds, sees_all=facts.sees_statistics
+    )
+    return found
+
+
+async def connect_for_check(conninfo: str) -> psycopg.AsyncConnection[Any] | Finding:
+    """A connection for the checks, or the finding that there is none to be had."""
+    try:
+        return await psycopg.AsyncConnection.connect(
+            conninfo,
+            autocommit=True,
+            connect_timeout=10,
+            application_name="bridge check",
+            client_encoding="utf8",
+        )
+    except psycopg.Error as error:
+        return _unreachable(conninfo, error)
+
+
+async def check_replication_connection(conninfo: str) -> list[Finding]:
+    """Open a replication connection and close it again."""
+    try:
+        connection = await psycopg.AsyncConnection.connect(
+            conninfo, autocommit=True, connect_timeout=10, replication="database"
+        )
+    except psycopg.Error as error:
+        return [
+            problem(
+                "postgres",
+                "replication-connect",
+                f"no replication connection: {_one_line(error)}",
+                "the bridge streams over such a connection",
+                "connect to PostgreSQL itself, not through a pooler such as PgBouncer, and let "
+                "max_wal_senders leave room",
+                blocks=True,
+            )
+        ]
+    await connection.close()
+    return []
+
+
+async def published_tables(
+    connection: psycopg.AsyncConnection[Any], publication: str
+) -> Publication | None:
+    """The publication as it is, for those who need its tables only."""
+    return await read_publication(connection, publication, connection.info.server_version)
+
+
+def _unreachable(conninfo: str, error: psycopg.Error) -> Finding:
+    text = _one_line(error)
+    if "password authentication failed" in text or "no password supplied" in text:
+        fix = "set POSTGRES_BRIDGE_USER and POSTGRES_BRIDGE_PASSWORD, or DATABASE_URL"
+    elif "pg_hba.conf" in text:
+        fix = "add a line for this host, database and role to pg_hba.conf, then reload"
+    elif "does not exist" in text:
+        fix = "set PG_DB and POSTGRES_BRIDGE_USER, or DATABASE_URL, to what exists"
+    else:
+        fix = "start PostgreSQL, or set PG_HOST and PG_PORT, or DATABASE_URL, to where it is"
+    parts = psycopg.conninfo.conninfo_to_dict(conninfo)
+    secret = str(parts.get("password") or "")
+    if secret:
+        text = text.replace(secret, "***")
+    return problem(
+        "postgres",
+        "pg-unreachable",
+        f"cannot connect to PostgreSQL: {text}",
+        "nothing on it could be looked at",
+        fix,
+        blocks=True,
+    )
+
+
+def _one_line(error: psycopg.Error) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,163 @@
+"""What the catalog says about a publication and its tables, read in three queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import psycopg
+
+_PUBLICATION = """
+SELECT p.puballtables, p.pubviaroot,
+       array_remove(ARRAY[CASE WHEN NOT pubinsert THEN 'insert' END,
+                          CASE WHEN NOT pubupdate THEN 'update' END,
+                          CASE WHEN NOT pubdelete THEN 'delete' END,
+                          CASE WHEN NOT pubtruncate THEN 'truncate' END], NULL),
+       ARRAY(SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname)
+               FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+              WHERE p.puballtables AND c.relpersistence = 'u' AND c.relkind = 'r'
+                AND n.nspname NOT IN ('pg_catalog', 'information_schema')
+              ORDER BY 1)
+  FROM pg_publication p WHERE p.pubname = %s
+"""
+
+_TABLES = """
+SELECT c.oid::int8, n.nspname, c.relname, c.relkind = 'p',
+       has_schema_privilege(n.oid, 'USAGE'),
+       has_table_privilege(c.oid, 'SELECT') OR coalesce((
+           SELECT bool_and(has_column_privilege(c.oid, a.attnum, 'SELECT'))
+             FROM pg_attribute a
+            WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+              AND a.attname::text = ANY ({published})), false),
+       row_security_active(c.oid),
+       {filter},
+       ARRAY(SELECT DISTINCT a.attname::text
+               FROM regexp_matches({filter_tree}, ':varattno ([0-9]+)', 'g') AS m
+               JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = m[1]::int
+              ORDER BY 1),
+       {listed},
+       ARRAY(SELECT a.attname::text FROM pg_attribute a
+              WHERE a.attrelid = c.oid AND a.attgenerated = 's' AND NOT a.attisdropped
+                AND NOT a.attname::text = ANY ({published})
+              ORDER BY a.attnum)
+  FROM pg_publication p
+  JOIN pg_publication_tables t ON t.pubname = p.pubname
+  JOIN pg_namespace n ON n.nspname = t.schemaname
+  JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+  LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid AND r.prrelid = c.oid
+ WHERE p.pubname = %s
+ ORDER BY n.nspname, c.relname
+"""
+
+# Version 14 has neither row filters nor column lists, and publishes no generated column.
+_PARTS_14 = {
+    "published": "ARRAY(SELECT x.attname::text FROM pg_attribute x WHERE x.attrelid = c.oid"
+    " AND x.attnum > 0 AND NOT x.attisdropped AND x.attgenerated = '')",
+    "filter": "NULL::text",
+    "filter_tree": "''",
+    "listed": "NULL::text[]",
+}
+_PARTS_15 = {
+    "published": "t.attnames::text[]",
+    "filter": "t.rowfilter",
+    "filter_tree": "coalesce(r.prqual::text, '')",
+    "listed": "CASE WHEN r.prattrs IS NOT NULL THEN t.attnames::text[] END",
+}
+
+# An identity index counts only if it is valid and checked at once. For a partitioned table it is
+# the identity of each leaf that PostgreSQL looks at.
+_IDENTITIES = """
+SELECT o.relid::int8, n.nspname, l.relname, l.relreplident,
+       CASE l.relreplident
+       WHEN 'f' THEN ARRAY(SELECT a.attname::text FROM pg_attribute a
+                            WHERE a.attrelid = l.oid AND a.attnum > 0 AND NOT a.attisdropped)
+       WHEN 'n' THEN ARRAY[]::text[]
+       ELSE ARRAY(SELECT a.attname::text
+                    FROM pg_index i
+                    JOIN pg_attribute a ON a.attrelid = i.indrelid
+                     AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
+                   WHERE i.indrelid = l.oid AND i.indisvalid AND i.indimmediate
+                     AND CASE l.relreplident WHEN 'd' THEN i.indisprimary
+                         ELSE i.indisreplident END)
+       END
+  FROM unnest(%s::oid[]) AS o(relid)
+  JOIN pg_class c ON c.oid = o.relid
+  JOIN pg_class l ON l.oid = c.oid AND c.relkind <> 'p'
+    OR l.oid IN (SELECT relid FROM pg_partition_tree(c.oid) WHERE isleaf AND c.relkind = 'p')
+  JOIN pg_namespace n ON n.oid = l.relnamespace
+ ORDER BY n.nspname, l.relname
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The replica identity of a table, or of one leaf of a partitioned one."""
+
+    schema: str
+    table: str
+    kind: str
+    columns: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return format_table_name(self.schema, self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTable:
+    """A table as the publication publishes it, and what our role may do with it."""
+
+    oid: int
+    schema: str
+    table: str
+    is_partitioned: bool
+    schema_usable: bool
+    selectable: bool
+    row_security: bool
+    row_filter: str | None
+    filter_columns: Sequence[str]
+    listed_columns: Sequence[str] | None
+    unpublished_generated: Sequence[str]
+    identities: list[Identity] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return format_table_name(self.schema, self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A publication with its tables; `left_out` are operations it does not publish."""
+
+    name: str
+    all_tables: bool
+    via_root: bool
+    left_out: tuple[str, ...]
+    unlogged: tuple[str, ...]
+    tables: tuple[PublishedTable, ...]
+
+
+async def read_publication(
+    connection: psycopg.AsyncConnection[Any], publication: str, server_version: int
+) -> Publication | None:
+    """The publication as the catalog has it now; None if there is none of that name."""
+    cursor = await connection.execute(_PUBLICATION, [publication])
+    row = await cursor.fetchone()
+    if row is None:
+        return None
+    all_tables, via_root, left_out, unlogged = row
+    parts = _PARTS_15 if server_version >= 150000 else _PARTS_14
+    cursor = await connection.execute(_TABLES.format(**parts), [publication])
+    tables = [PublishedTable(*row) for row in await cursor.fetchall()]
+    cursor = await connection.execute(_IDENTITIES, [[table.oid for table in tables]])
+    by_oid = {table.oid: table for table in tables}
+    for oid, schema, name, kind, identity in await cursor.fetchall():
+        by_oid[oid].identities.append(Identity(schema, name, kind, tuple(identity)))
+    return Publication(
+        publication, all_tables, via_root, tuple(left_out), tuple(unlogged), tuple(tables)
+    )

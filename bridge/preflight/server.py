@@ -1,0 +1,306 @@
+"""PostgreSQL itself: version, settings, room for us, and what our role may do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from psycopg import sql
+
+from bridge.preflight.findings import Finding, ok, problem, warning
+from bridge.telemetry.wal_warnings import format_duration
+
+if TYPE_CHECKING:
+    import psycopg
+
+OLDEST_VERSION = 140000
+RESTART = "then restart PostgreSQL"
+
+_FACTS = """
+SELECT current_setting('server_version_num')::int,
+       current_setting('server_version'),
+       current_setting('wal_level'),
+       current_setting('max_wal_senders')::int - (SELECT count(*) FROM pg_stat_replication),
+       current_setting('max_wal_senders')::int,
+       current_setting('max_replication_slots')::int - (SELECT count(*) FROM pg_replication_slots),
+       current_setting('max_replication_slots')::int,
+       current_setting('max_slot_wal_keep_size'),
+       coalesce(current_setting('idle_replication_slot_timeout', true), '0'),
+       current_setting('server_encoding'),
+       pg_is_in_recovery(),
+       current_user::text,
+       current_database()::text,
+       r.rolsuper OR r.rolreplication OR EXISTS (
+           SELECT FROM pg_roles p WHERE p.rolname = 'rds_replication'
+              AND pg_has_role(current_user, p.oid, 'USAGE')),
+       r.rolsuper OR pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'),
+       EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = %s),
+       coalesce((SELECT active FROM pg_replication_slots WHERE slot_name = %s), false)
+  FROM pg_roles r WHERE r.rolname = current_user
+"""
+
+_OPEN_TRANSACTIONS = """
+SELECT 'session ' || pid, coalesce(usename, ''), coalesce(state, ''),
+       extract(epoch FROM now() - xact_start)::float8,
+       format('SELECT pg_terminate_backend(%%s);', pid)
+  FROM pg_stat_activity
+ WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid()
+   AND xact_start <= now() - make_interval(secs => %(seconds)s)
+UNION ALL
+SELECT 'prepared transaction ' || quote_literal(gid), owner::text, 'prepared',
+       extract(epoch FROM now() - prepared)::float8,
+       format('ROLLBACK PREPARED %%L;', gid)
+  FROM pg_prepared_xacts
+ WHERE prepared <= now() - make_interval(secs => %(seconds)s)
+ ORDER BY 4 DESC
+ LIMIT 20
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What the checks know about the server and about us on it."""
+
+    version: int
+    version_text: str
+    wal_level: str
+    senders_free: int
+    senders: int
+    slots_free: int
+    slots: int
+    wal_keep: str
+    idle_slot_timeout: str
+    encoding: str
+    in_recovery: bool
+    role: str
+    database: str
+    may_replicate: bool
+    sees_statistics: bool
+    slot_exists: bool
+    slot_active: bool
+
+    @property
+    def major(self) -> int:
+        return self.version // 10000
+
+
+async def read_facts(connection: psycopg.AsyncConnection[Any], slot: str) -> ServerFacts:
+    """Everything the server checks need, in one query."""
+    cursor = await connection.execute(_FACTS, [slot, slot])
+    row = await cursor.fetchone()
+    assert row is not None
+    return ServerFacts(*row)
+
+
+def check_server(facts: ServerFacts) -> list[Finding]:
+    """Version, settings and rights."""
+    if facts.version < OLDEST_VERSION:
+        return [
+            problem(
+                "postgres",
+                "pg-version",
+                f"PostgreSQL {facts.version_text} is older than 14",
+                "the replication protocol of older versions lacks what the bridge relies on",
+                "upgrade PostgreSQL to 14 or newer",
+                blocks=True,
+            )
+        ]
+    return [
+        ok("postgres", "pg-version", f"PostgreSQL {facts.version_text}"),
+        _wal_level(facts),
+        *_recovery(facts),
+        _senders(facts),
+        _slots(facts),
+        _wal_keep(facts),
+        *_idle_timeout(facts),
+        *_encoding(facts),
+        _replication_right(facts),
+        _statistics_right(facts),
+    ]
+
+
+def _wal_level(facts: ServerFacts) -> Finding:
+    if facts.wal_level == "logical":
+        return ok("postgres", "wal-level", "wal_level is logical")
+    return problem(
+        "postgres",
+        "wal-level",
+        f"wal_level is {facts.wal_level}, not logical",
+        "without it WAL does not hold what logical decoding needs",
+        f"ALTER SYSTEM SET wal_level = 'logical';\n-- {RESTART}",
+        blocks=True,
+    )
+
+
+def _recovery(facts: ServerFacts) -> list[Finding]:
+    if not facts.in_recovery:
+        return []
+    if facts.major < 16:
+        return [
+            problem(
+                "postgres",
+                "standby",
+                "this server is a standby",
+                "before PostgreSQL 16 a standby cannot decode logically",
+                "connect to the primary: set PG_HOST or DATABASE_URL",
+                blocks=True,
+            )
+        ]
+    return [
+        warning(
+            "postgres",
+            "standby",
+            "this server is a standby",
+            "its slot is invalidated when the primary removes rows it needs, and creating slots "
+            "waits for activity on the primary",
+            "connect to the primary: set PG_HOST or DATABASE_URL",
+        )
+    ]
+
+
+def _senders(facts: ServerFacts) -> Finding:
+    free = facts.senders_free + int(facts.slot_active)
+    if free >= 2:
+        return ok("postgres", "wal-senders", f"{free} of {facts.senders} WAL senders free")
+    fix = f"ALTER SYSTEM SET max_wal_senders = {facts.senders + 5};\n-- {RESTART}"
+    if free < 1:
+        return problem(
+            "postgres",
+            "wal-senders",
+            f"all {facts.senders} WAL senders are taken",
+            "the bridge needs one to stream",
+            fix,
+            blocks=True,
+        )
+    return warning(
+        "postgres",
+        "wal-senders",
+        f"only one of {facts.senders} WAL senders is free",
+        "a snapshot needs a second one for its temporary slot",
+        fix,
+    )
+
+
+def _slots(facts: ServerFacts) -> Finding:
+    free = facts.slots_free + int(facts.slot_exists)
+    if free >= 2:
+        return ok("postgres", "replication-slots", f"{free} of {facts.slots} slots free")
+    fix = (
+        f"ALTER SYSTEM SET max_replication_slots = {facts.slots + 5};\n"
+        f"-- {RESTART}; or drop a slot nobody uses, see the view pg_replication_slots"
+    )
+    if free < 1:
+        return problem(
+            "postgres",
+            "replication-slots",
+            f"all {facts.slots} replication slots are taken",
+            "the bridge cannot create its slot",
+            fix,
+            blocks=True,
+        )
+    return warning(
+        "postgres",
+        "replication-slots",
+        f"besides the bridge's own, none of {facts.slots} replication slots is free",
+        "a snapshot needs a temporary slot",
+        fix,
+    )
+
+
+def _wal_keep(facts: ServerFacts) -> Finding:
+    if facts.wal_keep != "-1":
+        return ok(
+            "postgres",
+            "wal-limit",
+            f"max_slot_wal_keep_size is {facts.wal_keep}: a slot further behind is lost, "
+            "the disk does not fill",
+        )
+    return warning(
+        "postgres",
+        "wal-limit",
+        "max_slot_wal_keep_size is unlimited",
+        "while the bridge or NATS is away, retained WAL can fill the disk and stop PostgreSQL",
+        "ALTER SYSTEM SET max_slot_wal_keep_size = '50GB';\nSELECT pg_reload_conf();\n"
+        "-- choose what the disk can spare and the longest outage needs",
+    )
+
+
+def _idle_timeout(facts: ServerFacts) -> list[Finding]:
+    if facts.idle_slot_timeout in ("0", "0s", "0min"):
+        return []
+    return [
+        warning(
+            "postgres",
+            "idle-slot-timeout",
+            f"idle_replication_slot_timeout is {facts.idle_slot_timeout}",
+            "a bridge stopped for longer loses its slot, which means a new epoch and new snapshots",
+            "ALTER SYSTEM SET idle_replication_slot_timeout = 0;\nSELECT pg_reload_conf();",
+        )
+    ]
+
+
+def _encoding(facts: ServerFacts) -> list[Finding]:
+    if facts.encoding != "SQL_ASCII":
+        return []
+    return [
+        warning(
+            "postgres",
+            "encoding",
+            f"database {facts.database} has encoding SQL_ASCII",
+            "nothing guarantees that its text is UTF-8; a value that is not stops the bridge",
+            "dump the database and restore it into one created with ENCODING 'UTF8'",
+        )
+    ]
+
+
+def _replication_right(facts: ServerFacts) -> Finding:
+    if facts.may_replicate:
+        return ok("postgres", "role-replication", f"role {facts.role} may replicate")
+    role = sql.Identifier(facts.role).as_string(None)
+    return problem(
+        "postgres",
+        "role-replication",
+        f"role {facts.role} lacks the REPLICATION attribute",
+        "PostgreSQL refuses the replication connection and the creation of slots",
+        f"ALTER ROLE {role} REPLICATION;",
+        blocks=True,
+    )
+
+
+def _statistics_right(facts: ServerFacts) -> Finding:
+    if facts.sees_statistics:
+        return ok("postgres", "role-statistics", f"role {facts.role} sees other sessions")
+    role = sql.Identifier(facts.role).as_string(None)
+    return warning(
+        "postgres",
+        "role-statistics",
+        f"role {facts.role} cannot see other sessions",
+        "the bridge cannot tell which transaction holds the slot back or delays a snapshot",
+        f"GRANT pg_read_all_stats TO {role};",
+    )
+
+
+async def check_open_transactions(
+    connection: psycopg.AsyncConnection[Any], seconds: float, *, sees_all: bool
+) -> list[Finding]:
+    """Writing transactions open for long: they delay every snapshot and hold WAL back.
+
+    Without the right to see other sessions their absence proves nothing, and nothing is said.
+    """
+    cursor = await connection.execute(_OPEN_TRANSACTIONS, {"seconds": seconds})
+    found = []
+    for who, user, state, age, statement in await cursor.fetchall():
+        found.append(
+            warning(
+                "postgres",
+                "open-transaction",
+                f"{who} of {user} ({state}) has a writing transaction open for "
+                f"{format_duration(age)}",
+                "a snapshot waits for it to end, and WAL since its start is kept",
+                f"{statement}\n-- against the next one: "
+                "ALTER SYSTEM SET idle_in_transaction_session_timeout = '10min';",
+            )
+        )
+    if found or not sees_all:
+        return found
+    return [ok("postgres", "open-transaction", "no writing transaction is open for long")]

@@ -1,0 +1,90 @@
+"""The SQL of a least-privilege set-up: a role that may stream and read, and nothing more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from psycopg import sql
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def setup_sql(
+    *,
+    role: str,
+    database: str,
+    publication: str,
+    tables: Sequence[tuple[str, str]] = (),
+    creates_publication: bool = True,
+) -> str:
+    """Statements for psql as a superuser; running them again changes nothing.
+
+    `tables` are (schema, name) pairs to publish and read. Without any, the publication is for all
+    tables and the role reads the schema public, later tables included.
+    """
+    lines = [
+        "-- Run by a superuser in psql, connected to the database that is to be streamed.",
+        f"-- Then give the role its password:  \\password {role}",
+        "",
+        "-- needs a restart if it was not logical before",
+        "ALTER SYSTEM SET wal_level = 'logical';",
+        "",
+        "-- a role that may open replication connections; no superuser, no ownership",
+        *_create_role(role),
+        f"GRANT CONNECT ON DATABASE {_name(database)} TO {_name(role)};",
+        "-- to name the transactions that hold the slot back",
+        f"GRANT pg_read_all_stats TO {_name(role)};",
+        "",
+        "-- reading is needed for snapshots only",
+        *_grants(role, tables),
+    ]
+    if creates_publication:
+        lines += ["", "-- what is streamed", *_create_publication(publication, tables)]
+    return "\n".join(lines) + "\n"
+
+
+def _name(*parts: str) -> str:
+    return sql.Identifier(*parts).as_string(None)
+
+
+def _literal(text: str) -> str:
+    return sql.Literal(text).as_string(None).strip()
+
+
+def _create_role(role: str) -> list[str]:
+    return [
+        "DO $setup$ BEGIN",
+        f"  IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {_literal(role)}) THEN",
+        f"    CREATE ROLE {_name(role)} LOGIN;",
+        "  END IF;",
+        "END $setup$;",
+        f"ALTER ROLE {_name(role)} LOGIN REPLICATION;",
+    ]
+
+
+def _grants(role: str, tables: Sequence[tuple[str, str]]) -> list[str]:
+    if not tables:
+        return [
+            f"GRANT USAGE ON SCHEMA public TO {_name(role)};",
+            f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {_name(role)};",
+            "-- tables created later by the role that runs this",
+            f"ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT SELECT ON TABLES TO {_name(role)};",
+        ]
+    schemas = sorted({schema for schema, _ in tables})
+    return [
+        *(f"GRANT USAGE ON SCHEMA {_name(schema)} TO {_name(role)};" for schema in schemas),
+        *(f"GRANT SELECT ON TABLE {_name(*table)} TO {_name(role)};" for table in tables),
+    ]
+
+
+def _create_publication(publication: str, tables: Sequence[tuple[str, str]]) -> list[str]:
+    scope = f"TABLE {', '.join(_name(*table) for table in tables)}" if tables else "ALL TABLES"
+    known = f"SELECT FROM pg_publication WHERE pubname = {_literal(publication)}"
+    return [
+        "DO $setup$ BEGIN",
+        f"  IF NOT EXISTS ({known}) THEN",
+        f"    CREATE PUBLICATION {_name(publication)} FOR {scope};",
+        "  END IF;",
+        "END $setup$;",
+    ]

@@ -1,0 +1,198 @@
+"""The replication slot: whether it is ours to use, healthy, and able to decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg import sql
+
+from bridge.preflight.findings import Finding, ok, problem, warning
+from bridge.telemetry.wal_warnings import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from bridge.preflight.server import ServerFacts
+
+PEEK_TIMEOUT_MS = 10_000
+
+_SLOTS = """
+SELECT s.slot_name, s.slot_type, coalesce(s.plugin, ''), coalesce(s.database, ''), s.temporary,
+       s.active, coalesce(s.wal_status, ''),
+       coalesce({invalidation}, ''),
+       {failover},
+       greatest(coalesce({wal} - s.confirmed_flush_lsn, 0), 0)::bigint,
+       greatest(coalesce({wal} - s.restart_lsn, 0), 0)::bigint
+  FROM pg_replication_slots s
+"""
+_WAL = "(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END)"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A row of pg_replication_slots; `lag` and `retained` in bytes of WAL."""
+
+    name: str
+    kind: str
+    plugin: str
+    database: str
+    temporary: bool
+    active: bool
+    wal_status: str
+    invalidation: str
+    failover: bool
+    lag: int
+    retained: int
+
+
+async def read_slots(connection: psycopg.AsyncConnection[Any], major: int) -> list[Slot]:
+    """All slots of the server."""
+    invalidation = "NULL::text"
+    if major >= 17:
+        invalidation = "s.invalidation_reason"
+    elif major == 16:
+        invalidation = "CASE WHEN s.conflicting THEN 'conflict with recovery' END"
+    failover = "s.failover" if major >= 17 else "false"
+    query = _SLOTS.format(invalidation=invalidation, failover=failover, wal=_WAL)
+    cursor = await connection.execute(query)
+    return [Slot(*row) for row in await cursor.fetchall()]
+
+
+def check_slots(slots: list[Slot], name: str, facts: ServerFacts, warn_bytes: int) -> list[Finding]:
+    """Our own slot, and others that fill the disk."""
+    own = next((slot for slot in slots if slot.name == name), None)
+    found = list(_own(own, name, facts, warn_bytes))
+    if own is not None and facts.major >= 17:
+        found += _failover(own, slots)
+    for slot in slots:
+        if slot.name != name and not slot.active and slot.retained >= warn_bytes:
+            found.append(
+                warning(
+                    "postgres",
+                    "orphan-slot",
+                    f"slot {slot.name} is not in use and keeps {format_bytes(slot.retained)} "
+                    "of WAL",
+                    "nobody reads it, and it grows until the disk is full",
+                    f"{_drop(slot.name)}\n-- if its reader will not come back",
+                )
+            )
+    return found
+
+
+def _own(slot: Slot | None, name: str, facts: ServerFacts, warn_bytes: int) -> Iterator[Finding]:
+    if slot is None:
+        yield ok("postgres", "slot", f"slot {name} does not exist yet and will be created at start")
+        return
+    if slot.kind != "logical" or slot.plugin != "pgoutput":
+        kind = slot.plugin if slot.kind == "logical" else "physical"
+        yield problem(
+            "postgres",
+            "slot-plugin",
+            f"slot {name} is a {kind} slot, not one of pgoutput",
+            "it belongs to another program or cannot carry what the bridge reads",
+            f"{_drop(name)}\n-- only if nobody needs it; else choose another name with --slot",
+            blocks=True,
+        )
+        return
+    if slot.database != facts.database:
+        yield problem(
+            "postgres",
+            "slot-database",
+            f"slot {name} belongs to database {slot.database}, not to {facts.database}",
+            "a logical slot serves one database",
+            f"{_drop(name)}\n-- only if nobody needs it; else choose another name with --slot",
+            blocks=True,
+        )
+        return
+    if slot.wal_status == "lost" or slot.invalidation:
+        reason = slot.invalidation or "WAL it needs was removed"
+        yield problem(
+            "postgres",
+            "slot-lost",
+            f"slot {name} is invalid ({reason})",
+            "changes since its position cannot be read any more; a new slot means a new epoch "
+            "and new snapshots",
+            f"{_drop(name)}\n-- then start the bridge with --on-gap=new-epoch",
+            blocks=True,
+        )
+        return
+    if slot.wal_status == "unreserved":
+        yield warning(
+            "postgres",
+            "slot-unreserved",
+            f"slot {name} is beyond max_slot_wal_keep_size",
+            "the next checkpoint may remove WAL it needs",
+            "ALTER SYSTEM SET max_slot_wal_keep_size = '200GB';\nSELECT pg_reload_conf();\n"
+            "-- choose what the disk can spare",
+        )
+    if slot.lag >= warn_bytes:
+        yield warning(
+            "postgres",
+            "slot-lag",
+            f"slot {name} is {format_bytes(slot.lag)} behind",
+            "PostgreSQL keeps that WAL until the bridge has caught up",
+            "start the bridge and let it catch up",
+        )
+    state = "in use now" if slot.active else f"{format_bytes(slot.lag)} behind"
+    yield ok("postgres", "slot", f"slot {name} exists, {state}")
+
+
+def _failover(own: Slot, slots: list[Slot]) -> Iterator[Finding]:
+    standbys = [slot.name for slot in slots if slot.kind == "physical"]
+    if own.failover:
+        yield ok("postgres", "slot-failover", f"slot {own.name} fails over to a standby")
+    elif standbys:
+        yield warning(
+            "postgres",
+            "slot-failover",
+            f"slot {own.name} is not a failover slot, though there is a standby",
+            "after a failover the slot is gone: new epoch and new snapshots",
+            f'psql "$DATABASE_URL?replication=database" -c '
+            f"'ALTER_REPLICATION_SLOT {own.name} (FAILOVER true)'\n"
+            "-- while the bridge is stopped; the standby needs sync_replication_slots = on and "
+            "hot_standby_feedback = on",
+        )
+
+
+async def check_decoding(
+    connection: psycopg.AsyncConnection[Any], slot: str, publication: str
+) -> list[Finding]:
+    """Let the slot decode one transaction, without moving it, as the bridge will."""
+    query = sql.SQL(
+        "SELECT count(*) FROM pg_logical_slot_peek_binary_changes({}, NULL, 1, "
+        "'proto_version', '1', 'publication_names', {})"
+    ).format(sql.Literal(slot), sql.Literal(_quote_list(publication)))
+    try:
+        async with connection.transaction():
+            await connection.execute(f"SET LOCAL statement_timeout = {PEEK_TIMEOUT_MS}")
+            await connection.execute(query)
+    except psycopg.errors.UndefinedObject as error:
+        return [
+            problem(
+                "postgres",
+                "publication-after-slot",
+                f"slot {slot} stands before publication {publication} was created",
+                f"decoding fails with: {error.diag.message_primary}; before PostgreSQL 18 the "
+                "publication must be older than the changes",
+                f"SELECT pg_replication_slot_advance('{slot}', pg_current_wal_lsn());\n"
+                "-- skips what was written before; a bridge that has already published under this "
+                "name then needs --on-gap=new-epoch",
+                blocks=True,
+            )
+        ]
+    except (psycopg.errors.ObjectInUse, psycopg.errors.QueryCanceled):
+        # In use by a bridge, or so far behind that nothing comes out in time: nothing is wrong.
+        return []
+    except psycopg.errors.InsufficientPrivilege:
+        return []
+    return [ok("postgres", "slot-decodes", f"slot {slot} decodes with publication {publication}")]
+
+
+def _drop(name: str) -> str:
+    return f"SELECT pg_drop_replication_slot({sql.Literal(name).as_string(None)});"
+
+
+def _quote_list(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'

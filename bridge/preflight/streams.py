@@ -1,0 +1,299 @@
+"""Judges streams and buckets that exist: what of their settings loses, refuses or slows changes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from bridge.preflight.findings import Finding, Severity, ok
+from bridge.telemetry.wal_warnings import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Config = dict[str, Any]
+
+NANOSECONDS = 1_000_000_000
+LONGEST_WINDOW_SECONDS = 30
+SHORTEST_AGE_SECONDS = 3600
+# What nats-server keeps in memory for each message id within the window.
+WINDOW_ENTRY_BYTES = 250
+
+
+def update_command(config: Config, **changes: object) -> str:
+    """The command that changes settings of a stream and leaves the others as they are."""
+    body = json.dumps({**config, **changes}, separators=(",", ":"))
+    return f"nats req '$JS.API.STREAM.UPDATE.{config['name']}' {shlex.quote(body)}"
+
+
+def delete_command(config: Config) -> str:
+    """The command that deletes a stream, for settings that cannot be changed."""
+    return (
+        f"nats req '$JS.API.STREAM.DELETE.{config['name']}' ''\n"
+        "# its messages are gone then: the bridge creates it anew, with --on-gap=new-epoch"
+    )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One setting of a stream that can be wrong."""
+
+    code: str
+    severity: Severity
+    is_wrong: Callable[[Config], bool]
+    what: str
+    why: str
+    changes: Config | None
+    blocks: bool = False
+    only_cdc: bool = False
+
+    def judge(self, config: Config) -> Finding | None:
+        if not self.is_wrong(config):
+            return None
+        fix = (
+            delete_command(config)
+            if self.changes is None
+            else update_command(config, **self.changes)
+        )
+        what = f"stream {config['name']} {self.what.format(**config)}"
+        return Finding(self.severity, "nats", self.code, what, self.why, fix, self.blocks)
+
+
+RULES = (
+    Rule(
+        "stream-retention",
+        "problem",
+        lambda c: c["retention"] == "workqueue",
+        "has retention {retention}",
+        "a message would be removed once one consumer has read it",
+        None,
+    ),
+    Rule(
+        "stream-retention",
+        "problem",
+        lambda c: c["retention"] == "interest",
+        "has retention {retention}",
+        "messages are removed as soon as no consumer is waiting for them",
+        {"retention": "limits"},
+    ),
+    Rule(
+        "stream-per-subject",
+        "problem",
+        lambda c: c["max_msgs_per_subject"] > 0,
+        "keeps only {max_msgs_per_subject} messages per subject",
+        "older changes of a table are removed while newer ones are still to be read",
+        {"max_msgs_per_subject": -1},
+        blocks=True,
+        only_cdc=True,
+    ),
+    Rule(
+        "stream-no-ack",
+        "problem",
+        lambda c: bool(c.get("no_ack")),
+        "does not acknowledge messages",
+        "the bridge could never confirm anything to PostgreSQL",
+        {"no_ack": False},
+        blocks=True,
+    ),
+    Rule(
+        "stream-sealed",
+        "problem",
+        lambda c: bool(c.get("sealed")),
+        "is sealed",
+        "it takes no message any more",
+        None,
+        blocks=True,
+    ),
+    Rule(
+        "stream-memory",
+        "problem",
+        lambda c: c["storage"] == "memory",
+        "is kept in memory",
+        "a restart of the server loses every acknowledged change",
+        None,
+    ),
+    Rule(
+        "stream-discard-new",
+        "warning",
+        lambda c: c["discard"] == "new" and (c["max_bytes"] > 0 or c["max_msgs"] > 0),
+        "refuses new messages when full",
+        "the bridge then waits and PostgreSQL keeps WAL, until somebody makes room",
+        {"discard": "old"},
+    ),
+    Rule(
+        "stream-max-msgs",
+        "warning",
+        lambda c: c["max_msgs"] > 0,
+        "keeps only {max_msgs} messages",
+        "one large transaction can push out what consumers have not read",
+        {"max_msgs": -1},
+    ),
+    Rule(
+        "stream-message-size",
+        "warning",
+        lambda c: c.get("max_msg_size", -1) > 0,
+        "refuses messages larger than {max_msg_size} bytes",
+        "the bridge sizes messages by the server's max_payload and would be refused",
+        {"max_msg_size": -1},
+    ),
+    Rule(
+        "stream-allow-direct",
+        "warning",
+        lambda c: not c.get("allow_direct"),
+        "does not allow direct reads",
+        "replay and snapshots are read slower",
+        {"allow_direct": True},
+    ),
+    Rule(
+        "stream-duplicate-window",
+        "warning",
+        lambda c: c.get("duplicate_window", 0) > LONGEST_WINDOW_SECONDS * NANOSECONDS,
+        "has a long duplicate window",
+        "the server keeps about 250 bytes in memory per message within it, and the bridge does "
+        "not need it: it resumes from what the stream holds",
+        {"duplicate_window": 10 * NANOSECONDS},
+        only_cdc=True,
+    ),
+)
+
+
+def check_stream(info: dict[str, Any], subjects: str, *, is_cdc: bool) -> Iterator[Finding]:
+    """Everything about one existing stream."""
+    config = info["config"]
+    name = config["name"]
+    if config.get("mirror") or config.get("subject_transform"):
+        kind = "a mirror" if config.get("mirror") else "transforming subjects"
+        yield Finding(
+            "problem",
+            "nats",
+            "stream-mirror",
+            f"stream {name} is {kind}",
+            "changes cannot be published to it under their own subjects",
+            "choose another stream name or --prefix for the bridge",
+            blocks=True,
+        )
+        return
+    held = config.get("subjects") or []
+    if subjects not in held and ">" not in held:
+        yield Finding(
+            "problem",
+            "nats",
+            "stream-subjects",
+            f"stream {name} does not hold {subjects}",
+            "what the bridge publishes would not be stored",
+            update_command(config, subjects=[*held, subjects]),
+            blocks=True,
+        )
+    for rule in RULES:
+        if is_cdc or not rule.only_cdc:
+            finding = rule.judge(config)
+            if finding is not None:
+                yield _with_memory(finding, info)
+    state = info["state"]
+    count, size = state["messages"], format_bytes(state["bytes"])
+    yield ok("nats", "stream", f"stream {name} holds {count} messages, {size}")
+
+
+def _with_memory(finding: Finding, info: dict[str, Any]) -> Finding:
+    """Say how much memory the window costs at the rate the stream has seen."""
+    if finding.code != "stream-duplicate-window":
+        return finding
+    window = info["config"]["duplicate_window"] / NANOSECONDS
+    what = f"{finding.what} of {format_duration(window)}"
+    state = info["state"]
+    if state["messages"] > 1:
+        first, last = (
+            datetime.fromisoformat(_micro(state[key])) for key in ("first_ts", "last_ts")
+        )
+        rate = state["messages"] / max((last - first).total_seconds(), 1.0)
+        what += f", about {format_bytes(rate * window * WINDOW_ENTRY_BYTES)} at its mean rate"
+    return Finding("warning", "nats", finding.code, what, finding.why, finding.fix)
+
+
+def _micro(timestamp: str) -> str:
+    head, _, fraction = timestamp.removesuffix("Z").partition(".")
+    return f"{head}.{(fraction or '0')[:6].ljust(6, '0')}+00:00"
+
+
+def check_ages(
+    cdc: Config | None, init: Config | None, objects: Config | None
+) -> Iterator[Finding]:
+    """Retention of the streams against each other and against the time a snapshot takes."""
+    if cdc is not None and 0 < cdc["max_age"] < SHORTEST_AGE_SECONDS * NANOSECONDS:
+        age = format_duration(cdc["max_age"] / NANOSECONDS)
+        yield Finding(
+            "warning",
+            "nats",
+            "stream-age",
+            f"stream {cdc['name']} keeps changes for {age} only",
+            "a consumer whose snapshot takes longer can never catch up, and a short outage of a "
+            "consumer means a new bootstrap",
+            update_command(cdc, max_age=8 * 86400 * NANOSECONDS),
+        )
+    if cdc is not None and init is not None and _outlives(init["max_age"], cdc["max_age"]):
+        yield Finding(
+            "warning",
+            "nats",
+            "init-age",
+            f"stream {init['name']} keeps snapshots longer than {cdc['name']} keeps changes",
+            "an old snapshot without the changes since is only wasted space",
+            update_command(init, max_age=cdc["max_age"]),
+        )
+    if objects is not None and objects["max_age"] > 0:
+        ages = [config["max_age"] for config in (cdc, init) if config is not None]
+        if any(_outlives(age, objects["max_age"]) for age in ages):
+            longest = 0 if 0 in ages else max(ages) + 86400 * NANOSECONDS
+            yield Finding(
+                "problem",
+                "nats",
+                "objects-age",
+                f"object store {objects['name'].removeprefix('OBJ_')} forgets values before the "
+                "streams forget the messages that refer to them",
+                "such a message can be read but its row cannot",
+                update_command(objects, max_age=longest),
+            )
+
+
+def _outlives(age: int, other: int) -> bool:
+    """Whether something kept for `age` is kept longer than `other`; 0 means for ever."""
+    return other > 0 and (age == 0 or age > other)
+
+
+def check_bucket(config: Config) -> Iterator[Finding]:
+    """A KV bucket must not forget by time, nor live in memory."""
+    name = config["name"].removeprefix("KV_")
+    if config["max_age"] > 0:
+        yield Finding(
+            "problem",
+            "nats",
+            "bucket-age",
+            f"bucket {name} forgets keys after {format_duration(config['max_age'] / NANOSECONDS)}",
+            "schemas, dictionaries and positions are needed as long as the streams",
+            update_command(config, max_age=0),
+        )
+    if config["storage"] == "memory":
+        yield Finding(
+            "problem",
+            "nats",
+            "bucket-memory",
+            f"bucket {name} is kept in memory",
+            "a restart of the server loses schemas and positions",
+            delete_command(config),
+        )
+
+
+def check_replicas(info: dict[str, Any]) -> Iterator[Finding]:
+    """One copy in a cluster is one disk away from a loss."""
+    config = info["config"]
+    if info.get("cluster", {}).get("name") and config["num_replicas"] < 3:
+        yield Finding(
+            "warning",
+            "nats",
+            "stream-replicas",
+            f"stream {config['name']} has {config['num_replicas']} replica in a cluster",
+            "while its server is away nothing can be published or read; its disk is the only copy",
+            update_command(config, num_replicas=3),
+        )

@@ -1,0 +1,1 @@
+"""From encoded events to acknowledged messages in the CDC stream."""

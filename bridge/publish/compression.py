@@ -1,0 +1,106 @@
+"""Compressed events (`--zstd-events`): small messages gain only from a dictionary.
+
+Each table's first messages go out as they are, or as plain zstd where that is smaller, while
+samples of them collect. A dictionary trained from these is stored in KV before the first message
+that needs it, so readers always find it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+import nats.errors
+import zstandard
+from nats.js.errors import APIError
+
+from bridge.snapshot.dictionaries import FEWEST_SAMPLES, train
+from bridge.telemetry.logs import event
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from bridge.snapshot.dictionaries import DictionaryStore
+
+log = logging.getLogger("bridge.publish")
+
+LEVEL: Final = 3
+SAMPLES: Final = 2 * FEWEST_SAMPLES
+LARGEST_SAMPLE: Final = 16 * 1024
+FORM: Final = "events"
+
+
+class _TableState:
+    __slots__ = ("compressor", "headers", "samples")
+
+    def __init__(self, headers: bytes) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=LEVEL)
+        self.headers = headers
+        self.samples: list[bytes] | None = []
+
+
+class EventCompressor:
+    """Compresses payloads table by table; `__call__` is made for the hot path and never waits."""
+
+    def __init__(self, store: DictionaryStore, headers: bytes) -> None:
+        self._store = store
+        self._plain_headers = headers
+        self._zstd_headers = headers + b"Content-Encoding: zstd\r\n"
+        self._tables: dict[str, _TableState] = {}
+        self._training: set[asyncio.Task[None]] = set()
+
+    def __call__(self, token: str, payload: bytes) -> tuple[bytes, bytes]:
+        """Payload and headers as they should be sent: compressed where that is smaller."""
+        state = self._tables.get(token)
+        if state is None:
+            state = self._tables[token] = _TableState(self._zstd_headers)
+            self._spawn(self._adopt(token, state))
+        samples = state.samples
+        if samples is not None and len(payload) <= LARGEST_SAMPLE:
+            samples.append(payload)
+            if len(samples) >= SAMPLES:
+                state.samples = None
+                self._spawn(self._train(token, state, samples))
+        small = state.compressor.compress(payload)
+        if len(small) + len(state.headers) < len(payload) + len(self._plain_headers):
+            return small, state.headers
+        return payload, self._plain_headers
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._training.add(task)
+        task.add_done_callback(self._training.discard)
+
+    async def _adopt(self, token: str, state: _TableState) -> None:
+        """Use what an earlier run has trained."""
+        try:
+            found = await self._store.current(token, FORM)
+        except (nats.errors.Error, APIError, TimeoutError, OSError):
+            return
+        if found is not None:
+            self._use(state, *found)
+
+    async def _train(self, token: str, state: _TableState, samples: list[bytes]) -> None:
+        content = await asyncio.to_thread(train, samples)
+        if content is None:
+            return
+        try:
+            name = await self._store.add(token, FORM, content)
+        except (nats.errors.Error, APIError, TimeoutError, OSError) as error:
+            event(log, "dictionary not stored", level=logging.WARNING, reason=str(error))
+            return
+        self._use(state, name, content)
+
+    def _use(self, state: _TableState, name: str, content: bytes) -> None:
+        shared = zstandard.ZstdCompressionDict(content)
+        shared.precompute_compress(level=LEVEL)
+        state.compressor = zstandard.ZstdCompressor(level=LEVEL, dict_data=shared)
+        state.headers = self._zstd_headers + f"Cdc-Dict: {name}\r\n".encode()
+        state.samples = None
+
+    async def close(self) -> None:
+        """End training that is under way."""
+        for task in tuple(self._training):
+            task.cancel()
+        await asyncio.gather(*self._training, return_exceptions=True)

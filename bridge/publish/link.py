@@ -1,0 +1,190 @@
+"""The connection to NATS: made once, kept for ever."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+
+from bridge.errors import BrokerError, Retryable, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.config import Settings
+
+RECONNECT_SECONDS = 2
+_SEED = re.compile(r"\A\s*(S[A-Z2-7]+)\s*\Z")
+_CREDENTIALS = re.compile(
+    r"BEGIN NATS USER JWT-+\s+\S+\s+-+END NATS USER JWT-+.*"
+    r"BEGIN USER NKEY SEED-+\s+(S[A-Z2-7]+)\s+-+END USER NKEY SEED",
+    re.DOTALL,
+)
+
+
+class NatsAway(nats.errors.OutboundBufferLimitError):
+    """Nothing can be sent, because there is no connection."""
+
+    def __str__(self) -> str:
+        return "NATS is away"
+
+
+class Link(Client):
+    """A client without a buffer for what is sent while it reconnects, and which says so.
+
+    nats-py calls that an exceeded buffer limit, which sends people looking for a buffer.
+    """
+
+    async def publish(self, *arguments: Any, **options: Any) -> None:
+        try:
+            await super().publish(*arguments, **options)
+        except nats.errors.OutboundBufferLimitError as error:
+            raise NatsAway from error
+
+
+def servers_of(settings: Settings) -> list[str]:
+    """The server URLs, credentials included."""
+    is_part_given = any(settings.outranks(name, "nats_url") for name in ("nats_host", "nats_port"))
+    if settings.nats_url and not is_part_given:
+        urls = [part.strip() for part in settings.nats_url.split(",") if part.strip()]
+        for url in urls:
+            try:
+                parts = urlsplit(url if "//" in url else f"nats://{url}")
+                valid = parts.hostname and (parts.port or True)
+            except ValueError:
+                valid = False
+            if not valid:
+                raise SettingsError("NATS_URL is not a URL; write it as nats://host:4222")
+        return urls
+    host = settings.nats_host
+    return [f"nats://{f'[{host}]' if ':' in host else host}:{settings.nats_port}"]
+
+
+def options_of(settings: Settings) -> dict[str, Any]:
+    """Connection options of nats-py for these settings."""
+    options: dict[str, Any] = {
+        "servers": servers_of(settings),
+        "name": f"tailrace {settings.slot}".strip(),
+        "reconnect_time_wait": RECONNECT_SECONDS,
+        "connect_timeout": 5,
+        "ping_interval": 5,
+        "max_outstanding_pings": 2,
+        # No buffer that a reconnect would send late: what was not acknowledged is sent by us.
+        "pending_size": -1,
+    }
+    if settings.nats_user:
+        options["user"] = settings.nats_user
+        options["password"] = settings.nats_password
+    if settings.nats_creds:
+        _require_seed(settings.nats_creds, "NATS_CREDS", _CREDENTIALS)
+        options["user_credentials"] = settings.nats_creds
+    if settings.nats_nkey:
+        _require_seed(settings.nats_nkey, "NATS_NKEY", _SEED)
+        options["nkeys_seed"] = settings.nats_nkey
+    if settings.nats_ca or settings.nats_cert:
+        try:
+            context = ssl.create_default_context(cafile=settings.nats_ca or None)
+            if settings.nats_cert:
+                context.load_cert_chain(settings.nats_cert, settings.nats_key or None)
+        except OSError as error:
+            raise SettingsError(
+                f"TLS files for NATS cannot be used: {error}; check NATS_CA, NATS_CERT and NATS_KEY"
+            ) from error
+        options["tls"] = context
+    return options
+
+
+def _require_seed(path: str, variable: str, form: re.Pattern[str]) -> None:
+    """Insist on a file that holds a key; what it holds instead is not shown."""
+    import nkeys
+
+    try:
+        match = form.search(Path(path).read_text(encoding="utf-8"))
+        if match is None:
+            raise ValueError
+        nkeys.from_seed(match[1].encode())
+    except (OSError, ValueError, nkeys.NkeysError) as error:
+        raise SettingsError(
+            f"{variable}: {path} does not hold a NATS key; "
+            "make one with `nsc generate creds` or `nk -gen user`"
+        ) from error
+
+
+def shown_servers(settings: Settings) -> str:
+    """Hosts and ports without credentials, for messages."""
+    shown = []
+    for url in servers_of(settings):
+        parts = urlsplit(url if "//" in url else f"nats://{url}")
+        shown.append(f"{parts.hostname}:{parts.port or 4222}")
+    return ", ".join(shown)
+
+
+async def probe(settings: Settings) -> None:
+    """Try to connect once: BrokerError for what must be repaired, Retryable for what may pass."""
+    where = shown_servers(settings)
+    seen: list[Exception] = []
+
+    async def note(error: Exception) -> None:
+        seen.append(error)
+
+    try:
+        client = await nats.connect(
+            **options_of(settings), allow_reconnect=False, max_reconnect_attempts=1, error_cb=note
+        )
+    except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
+        for reason in (error, *seen):
+            text = str(reason).lower()
+            if "authorization" in text or "authentication" in text or "nkey" in text:
+                raise BrokerError(
+                    f"NATS at {where} refuses the credentials; "
+                    "check NATS_BRIDGE_USER and NATS_BRIDGE_PASSWORD, NATS_CREDS or NATS_NKEY"
+                ) from error
+            if isinstance(reason, ssl.SSLError) or "certificate" in text:
+                raise BrokerError(
+                    f"TLS with NATS at {where} fails: {reason}; check NATS_CA"
+                ) from error
+        detail = str(error) or type(error).__name__
+        raise Retryable(f"cannot connect to NATS at {where}: {detail}") from error
+    await client.close()
+
+
+async def connect(
+    settings: Settings,
+    *,
+    on_disconnect: Callable[[], None],
+    on_reconnect: Callable[[], None],
+    on_error: Callable[[Exception], None],
+) -> Client:
+    """Connect for good; reconnects for ever by itself."""
+
+    async def disconnected() -> None:
+        on_disconnect()
+
+    async def reconnected() -> None:
+        on_reconnect()
+
+    async def failed(error: Exception) -> None:
+        on_error(error)
+
+    client = Link()
+    await client.connect(
+        **options_of(settings),
+        allow_reconnect=True,
+        max_reconnect_attempts=-1,
+        disconnected_cb=disconnected,
+        reconnected_cb=reconnected,
+        error_cb=failed,
+    )
+    return client
+
+
+def server_version(client: Client) -> tuple[int, int, int]:
+    """Version of the connected server; zeros where it does not say."""
+    version = client.connected_server_version
+    return (version.major, version.minor, version.patch)

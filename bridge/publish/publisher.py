@@ -1,0 +1,478 @@
+"""The consumer of the ring: batches into the stream, acknowledgements out of it.
+
+After any doubt (error, timeout, reconnect) nothing is assumed: the fence is renewed, so that
+whatever is still under way fails, the record is read back, and publishing goes on right after it.
+A stream that shows less than it has acknowledged is not written to any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import nats.errors
+from nats.js.errors import APIError
+
+from bridge.cancellation import stay_cancelled
+from bridge.errors import Retryable
+from bridge.holds import hold, hold_async
+from bridge.publish.batches import Refusal
+from bridge.publish.fence import Fence, Fenced, Lease, PublishRefused
+from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing, Oversized, SchemaNotice
+from bridge.publish.record import is_counted, is_held
+from bridge.publish.streams import ApiError, stream_state
+from bridge.telemetry.logs import event
+from bridge.telemetry.stats import StatusWarning, TableStats
+from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
+from consumer_sdk.wire.message_id import message_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from nats.aio.client import Client
+
+    from bridge.publish.batches import BatchWriter, Following
+    from bridge.publish.objects import ObjectWriter
+    from bridge.publish.progress import ProgressLog, Stored
+    from bridge.publish.readback import RecordReader
+    from bridge.publish.record import Record
+    from bridge.ring import Ring
+    from bridge.schemas.registry import SchemaRegistry
+    from bridge.schemas.store import SchemaStore
+    from bridge.telemetry.stats import BridgeStats
+    from consumer_sdk.wire.subjects import Subjects
+
+T = TypeVar("T")
+
+log = logging.getLogger("bridge.publish")
+
+IDLE_SECONDS = 1.0
+KEEP_SECONDS = 1.0
+RETRY_SECONDS = 2.0
+
+
+class NatsAway(Exception):
+    """Nothing could be stored for so long that PostgreSQL must not be kept waiting."""
+
+
+class StreamChanged(Retryable):
+    """The stream is not what was written to: whether history goes on must be decided anew."""
+
+
+@dataclass(slots=True)
+class Limits:
+    """Bounds of one batch and of patience."""
+
+    batch_events: int
+    batch_bytes: int
+    nats_away_seconds: float
+
+
+def _is_plain(items: Sequence[Item]) -> bool:
+    """Whether items are messages and nothing else."""
+    return set(map(type, items)) == {Outgoing}
+
+
+class Publisher:
+    """Publishes what the ring holds; `confirmed_lsn` is what PostgreSQL may forget."""
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        ring: Ring[Item],
+        writer: BatchWriter,
+        fence: Fence,
+        lease: Lease | None,
+        records: RecordReader,
+        progress: ProgressLog,
+        registry: SchemaRegistry,
+        schemas: SchemaStore,
+        objects: ObjectWriter,
+        subjects: Subjects,
+        stats: BridgeStats,
+        limits: Limits,
+        as_json: bool,
+        idle_lsn: Callable[[], tuple[int, int]],
+        confirmed_lsn: int,
+        stored: Stored,
+    ) -> None:
+        self._client = client
+        self._ring = ring
+        self._writer = writer
+        self._fence = fence
+        self._lease = lease
+        self._records = records
+        self._progress = progress
+        self._registry = registry
+        self._schemas = schemas
+        self._objects = objects
+        self._subjects = subjects
+        self._stats = stats
+        self._limits = limits
+        self._as_json = as_json
+        self._idle_lsn = idle_lsn
+        self.confirmed_lsn = confirmed_lsn
+        self._stored = stored
+        self._recorded_lsn = 0
+        self._kept_lsn = 0
+        self._last_keep = 0.0
+        self._last_progress = 0.0
+        self._batch_events = limits.batch_events
+        self._ahead: list[Item] = []
+        """The next batch, taken while the one before it was under way."""
+        self._draining = False
+        self._doubt = False
+        self._lost = asyncio.Event()
+        self._failing_since: float | None = None
+
+    async def run(self) -> None:
+        """Publish until cancelled, or until `drain` finds nothing left."""
+        while True:
+            await stay_cancelled()
+            if not self._is_pending:
+                if self._draining:
+                    return
+                try:
+                    async with asyncio.timeout(IDLE_SECONDS):
+                        await self._ring.wait_for_items()
+                except TimeoutError:
+                    await self._rest()
+                    continue
+            items, self._ahead = self._ahead or self._take(), []
+            await self._publish(items)
+            if not self._is_pending:
+                await self._idle()
+            elif time.monotonic() - self._last_keep > KEEP_SECONDS:
+                await self._keep_progress()
+
+    @property
+    def _is_pending(self) -> bool:
+        """Whether anything waits to be published."""
+        return bool(self._ahead) or len(self._ring) > 0
+
+    def _take(self) -> list[Item]:
+        # The ring counts what an item costs in memory, a batch what goes over the wire.
+        allowance = self._batch_events * ITEM_OVERHEAD
+        return self._ring.take(self._batch_events, self._limits.batch_bytes + allowance)
+
+    def _following(self) -> Sequence[Outgoing] | None:
+        """The next batch, where nothing has to be done before it."""
+        if not self._ahead:
+            self._ahead = self._take()
+        return cast("Sequence[Outgoing]", self._ahead) if _is_plain(self._ahead) else None
+
+    def drain(self) -> None:
+        """Let `run` end once the ring is empty."""
+        self._draining = True
+
+    def connection_lost(self) -> None:
+        """What is under way has no acknowledgement to wait for, and is read back later."""
+        self._doubt = True
+        self._lost.set()
+        self._writer.interrupt()
+
+    async def _while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do the work; Retryable at once, not after its timeout, when the connection is lost."""
+        self._lost.clear()
+        task, lost = asyncio.ensure_future(work), asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise Retryable("the connection to NATS was lost")
+        finally:
+            lost.cancel()
+            task.cancel()
+            await asyncio.wait((task, lost))
+
+    async def announce(self, lsn: int, source_lsn: int, gap: dict[str, object] | None) -> None:
+        """Write the record of a start, with the gap that a new epoch begins with."""
+        await self._record_progress(lsn, source_lsn, gap)
+
+    async def _record_progress(
+        self, lsn: int, source_lsn: int, gap: dict[str, object] | None = None
+    ) -> None:
+        document = self._progress.record(lsn, self._stored, source_lsn, gap)
+        await self._send([self._progress.message(document)])
+        if await self._keep(document):
+            self._kept_lsn = lsn
+        self._recorded_lsn = max(self._recorded_lsn, lsn)
+
+    async def _rest(self) -> None:
+        """Nothing to do: see whether NATS is there, and record what the log tells."""
+        if self._client.is_connected:
+            self._failing_since = None
+            await self._idle()
+        else:
+            self._note_failure("NATS is not connected")
+
+    async def finish(self) -> None:
+        """Write the last progress record of an orderly stop."""
+        await self._idle(force=True)
+
+    async def _idle(self, *, force: bool = False) -> None:
+        """Nothing is pending: record how far the log is known to hold nothing for us."""
+        now = time.monotonic()
+        if not force and now - self._last_progress < IDLE_SECONDS:
+            return
+        self._stats.ring_depth = len(self._ring)
+        lsn, source_lsn = self._idle_lsn()
+        if self._is_pending:
+            return
+        if lsn > self._recorded_lsn:
+            self._last_progress = now
+            await self._record_progress(lsn, source_lsn)
+            hold("after-ack-before-confirm")
+            self.confirmed_lsn = max(self.confirmed_lsn, lsn)
+            self._stats.confirmed_lsn = self.confirmed_lsn
+        elif self.confirmed_lsn > self._kept_lsn:
+            await self._keep_progress()
+
+    async def _keep_progress(self) -> None:
+        """Let KV know of events that are stored, so that it is never far behind the stream."""
+        self._last_keep = time.monotonic()
+        if self.confirmed_lsn > self._kept_lsn:
+            document = self._progress.record(self.confirmed_lsn, self._stored, 0)
+            if await self._keep(document):
+                self._kept_lsn = self.confirmed_lsn
+
+    async def _keep(self, document: dict[str, Any]) -> bool:
+        try:
+            return await self._while_connected(self._progress.keep(document))
+        except Retryable:
+            return False
+
+    async def _publish(self, items: Sequence[Item]) -> None:
+        started = time.perf_counter_ns()
+        if _is_plain(items):
+            await self._send(cast("Sequence[Outgoing]", items), self._following)
+        else:
+            await self._send([await self._prepared(item) for item in items], self._following)
+        self._stats.last_processing_time_us = (time.perf_counter_ns() - started) // 1000
+        self._stats.ring_depth = len(self._ring)
+        self._stats.ring_bytes = self._ring.bytes_held
+
+    async def _prepared(self, item: Item) -> Outgoing:
+        """Do what must be done before an item's message, and return that."""
+        if isinstance(item, SchemaNotice):
+            if item.must_store:
+                await self._store_schema(item)
+                await hold_async("between-kv-and-schema-message")
+            return self._schema_message(item)
+        if isinstance(item, Oversized):
+            await self._store_object(item)
+            return item.message
+        return item
+
+    async def _store_schema(self, item: SchemaNotice) -> None:
+        while True:
+            try:
+                await self._schemas.put(item.token, item.document)
+            except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
+                await self._wait_for_nats(f"schema of {item.token} not stored: {error}")
+            else:
+                self._registry.note_stored(item.token, item.document)
+                return
+
+    async def _store_object(self, item: Oversized) -> None:
+        while True:
+            try:
+                await self._objects.put(item.name, item.content)
+            except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
+                await self._wait_for_nats(f"object {item.name} not stored: {error}")
+            else:
+                return
+
+    def _schema_message(self, notice: SchemaNotice) -> Outgoing:
+        document = notice.document
+        version = document["schema_version"]
+        subject = self._subjects.change(notice.token, "schema")
+        msg_id = message_id(document["lsn"], notice.token, "schema", version, document["epoch"])
+        # Announcing a version again later must not fall to deduplication.
+        unique = f"{msg_id}-{time.time_ns():x}"
+        payload = encode(
+            {
+                **document,
+                "operation": "SCHEMA",
+                "msg_id": msg_id,
+                "subject": subject,
+                "ts": document["timestamp"],
+            },
+            as_json=self._as_json,
+        )
+        kind = JSON if self._as_json else MSGPACK
+        self._registry.note_announced(notice.token, version)
+        return Outgoing(
+            subject.encode(), unique.encode(), f"Content-Type: {kind}\r\n".encode(), payload,
+            notice.token, document["lsn"], None, -1, 0, 0, 0,
+        )  # fmt: skip
+
+    async def _send(self, chunk: Sequence[Outgoing], following: Following | None = None) -> None:
+        """Store a chunk, however many attempts it takes; returns when all of it is stored.
+
+        Where `following` is given, what it gave last is the next chunk to be sent.
+        """
+        while chunk:
+            if self._doubt:
+                chunk = await self._recover(Refusal(0, "the connection to NATS was lost"), chunk)
+                continue
+            if self._lease is not None:
+                await self._lease.keep()
+            outcome = await self._writer.send(chunk, self._fence, following)
+            if outcome.stored:
+                self._acknowledged(chunk[: outcome.stored], outcome.last_seq)
+                chunk = chunk[outcome.stored :]
+            refusal = outcome.refusal
+            if refusal is None:
+                self._batch_events = min(self._batch_events * 2, self._limits.batch_events)
+            elif refusal.interleaved:
+                # A neighbour on a stream without batches: smaller ones meet it less often.
+                self._batch_events = max(8, outcome.stored)
+                chunk = await self._after_neighbour(refusal, chunk)
+            else:
+                chunk = await self._recover(refusal, chunk)
+
+    async def _after_neighbour(
+        self, refusal: Refusal, chunk: Sequence[Outgoing]
+    ) -> Sequence[Outgoing]:
+        """Go on behind a message of somebody else, unless it was a stale writer of ours."""
+        if self._lease is not None:
+            await self._lease.keep(at_once=True)
+        following = next((item for item in chunk if is_counted(item)), None)
+        if following is not None:
+            try:
+                if not await self._records.holds(following):
+                    return chunk
+            except Retryable as error:
+                refusal = Refusal(0, str(error))
+        return await self._recover(refusal, chunk)
+
+    def _acknowledged(self, items: Sequence[Outgoing], last_seq: int) -> None:
+        stats = self._stats
+        hold("after-ack-before-confirm")
+        events = 0
+        confirmed = 0
+        logical = None
+        per_table = stats.per_table
+        now = time.time()
+        for item in items:
+            _, _, _, _, token, _, seq, _, end_lsn, rows, ts = item
+            if rows:
+                events += rows
+                table = per_table.get(token)
+                if table is None:
+                    table = per_table[token] = TableStats()
+                table.events += rows
+                table.last_ts = ts
+                if seq is None:
+                    logical = item
+            if end_lsn:
+                confirmed = end_lsn
+                stats.transactions_published += 1
+                stats.observe_latency(max(0.0, now - ts / 1e6))
+        if events:
+            stats.cdc_events_published += events
+            stats.observe_batch(events)
+        if confirmed > self.confirmed_lsn:
+            self.confirmed_lsn = confirmed
+            self._recorded_lsn = max(self._recorded_lsn, confirmed)
+            stats.confirmed_lsn = confirmed
+        change = next((item for item in reversed(items) if item.seq is not None), None)
+        for newest in (change, logical):
+            if newest is not None:
+                self._stored = self._stored.after(newest)
+        if last_seq:
+            msg_id = items[-1].msg_id.decode()
+            self._stored = replace(self._stored, stream_seq=last_seq, msg_id=msg_id)
+        self._failing_since = None
+        stats.warnings.pop("publish", None)
+
+    async def _recover(self, refusal: Refusal, chunk: Sequence[Outgoing]) -> Sequence[Outgoing]:
+        """Find out what the stream holds of a chunk, and return the rest of it."""
+        event(log, "publishing interrupted", reason=refusal.text)
+        at_once = not refusal.full
+        while True:
+            await stay_cancelled()
+            if not at_once or not self._client.is_connected:
+                await self._wait_for_nats(refusal.text, full=refusal.full)
+            at_once = self._doubt = False
+            try:
+                record = await self._while_connected(self._read_back())
+            except PublishRefused as error:
+                refusal = Refusal(error.code, str(error))
+            except StreamChanged:
+                raise
+            except Retryable as error:
+                refusal = Refusal(0, str(error))
+                at_once = self._doubt
+                if not self._doubt:
+                    await self._refuse_other_stream()
+            else:
+                if not self._doubt:
+                    break
+        stored = 0
+        for place, item in enumerate(chunk, start=1):
+            # A schema message is outside the count: when what follows it is stored, so is it.
+            if item.msg_id in record.newest_ids or (is_counted(item) and is_held(item, record)):
+                stored = place
+            elif is_counted(item):
+                break
+        if stored:
+            self._acknowledged(chunk[:stored], 0)
+        fence = self._fence
+        self._stored = replace(
+            self._stored, stream_seq=fence.sequence, msg_id=fence.msg_id.decode()
+        )
+        event(log, "publishing resumed", stored=stored, again=len(chunk) - stored)
+        return chunk[stored:]
+
+    async def _read_back(self) -> Record:
+        """Take the fence anew and read what is stored; StreamChanged if it is less than it was."""
+        if self._lease is not None:
+            await self._lease.keep(at_once=True)
+        fence_seq = await self._fence.renew()
+        stored = self._stored
+        found = await self._records.message_id_at(stored.stream_seq)
+        if found != stored.msg_id:
+            raise StreamChanged(
+                f"the CDC stream does not show message {stored.stream_seq} that it acknowledged"
+            )
+        known = self._progress.record(self.confirmed_lsn, stored, 0)
+        record = await self._records.read(fence_seq, known)
+        if record.epoch != self._progress.epoch:
+            raise Fenced("another bridge has begun a new epoch")
+        return record
+
+    async def _refuse_other_stream(self) -> None:
+        try:
+            state = await stream_state(self._client, self._subjects.cdc_stream)
+        except (ApiError, Retryable):
+            return
+        if state is None or state.created_us != self._progress.stream_created_us:
+            raise StreamChanged("the CDC stream has gone")
+
+    def _note_failure(self, reason: str) -> None:
+        """Remember since when nothing can be stored; give up when that is too long ago."""
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
+        if now - self._failing_since > self._limits.nats_away_seconds:
+            raise NatsAway(reason)
+
+    async def _wait_for_nats(self, reason: str, *, full: bool = False) -> None:
+        """Wait before the next attempt; give up when it has taken too long."""
+        self._note_failure(reason)
+        if "publish" not in self._stats.warnings:
+            event(log, "cannot publish", level=logging.WARNING, reason=reason)
+        remedy = (
+            "free room in the stream or raise its limits; the bridge goes on by itself"
+            if full
+            else "bring NATS back; PostgreSQL keeps the WAL meanwhile"
+        )
+        self._stats.warnings["publish"] = StatusWarning(f"nothing can be stored: {reason}", remedy)
+        self._stats.last_error = reason
+        await asyncio.sleep(RETRY_SECONDS if self._client.is_connected else 0.25)

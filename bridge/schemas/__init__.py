@@ -1,0 +1,1 @@
+"""Schemas of published tables: what the catalog and the log say, and their versions."""

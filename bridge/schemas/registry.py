@@ -1,0 +1,220 @@
+"""Schema versions of every table: which structure the log carries, and what readers were told.
+
+A version stands for one structure: names, types, modifiers, identity. `current` is the structure
+at the log position, `newest` the highest version given out; they differ when a snapshot met a
+change that the log has not reached yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.wire.envelope import WIRE_VERSION
+from consumer_sdk.wire.subjects import table_token
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from bridge.schemas.catalog import Catalog, CatalogTable
+    from bridge.values import ColumnType
+
+REPLICA_IDENTITIES = {"d": "default", "n": "nothing", "f": "full", "i": "index"}
+
+Document = dict[str, Any]
+Fingerprint = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What makes two versions differ, as a Relation message or the catalog tells it."""
+
+    relation_id: int
+    schema: str
+    table: str
+    replica_identity: str
+    columns: tuple[tuple[str, int, int, bool], ...]
+    """Name, type OID, type modifier, part of the identity."""
+
+    @property
+    def token(self) -> str:
+        return table_token(self.schema, self.table)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return (REPLICA_IDENTITIES[self.replica_identity], self.columns)
+
+
+def fingerprint_of(document: Mapping[str, Any]) -> Fingerprint:
+    """The same for a schema document."""
+    return (
+        document.get("replica_identity"),
+        tuple(
+            (c["name"], c["type_oid"], c["type_modifier"], c["is_key"]) for c in document["columns"]
+        ),
+    )
+
+
+@dataclass(slots=True)
+class _Versions:
+    current: Document | None = None
+    newest: Document | None = None
+    announced: int = 0
+    """Version of the last schema message in the stream, 0 for none."""
+    stored: tuple[int, int] = (0, 0)
+    """Epoch and version of the document in KV, zeros for none."""
+
+
+class SchemaRegistry:
+    """Gives every structure its version; documents are built here and written by the caller."""
+
+    def __init__(
+        self,
+        *,
+        source: str,
+        epoch: int,
+        catalog: Catalog,
+        stored: Mapping[str, Document],
+        announced: Mapping[str, Document],
+    ) -> None:
+        self._source = source
+        self._epoch = epoch
+        self._catalog = catalog
+        self._lock = asyncio.Lock()
+        self._versions: dict[str, _Versions] = {}
+        for token, document in stored.items():
+            if document.get("source") == source:
+                identity = (document["epoch"], document["schema_version"])
+                self._versions[token] = _Versions(newest=document, stored=identity)
+        for token, document in announced.items():
+            entry = self._versions.setdefault(token, _Versions())
+            entry.current = document
+            entry.announced = document["schema_version"]
+            if entry.newest is None or entry.newest["schema_version"] < entry.announced:
+                entry.newest = document
+
+    def needs_announcement(self, token: str, version: int) -> bool:
+        """Whether the last schema message in the stream is another one."""
+        return self._versions[token].announced != version
+
+    def needs_storing(self, token: str, document: Document) -> bool:
+        """Whether KV holds an older document than this."""
+        return self._versions[token].stored < (document["epoch"], document["schema_version"])
+
+    def note_stored(self, token: str, document: Document) -> None:
+        self._versions[token].stored = (document["epoch"], document["schema_version"])
+
+    def note_announced(self, token: str, version: int) -> None:
+        self._versions[token].announced = version
+
+    def is_stored(self, token: str) -> bool:
+        """Whether KV holds a document of the table."""
+        return token in self._versions and self._versions[token].stored > (0, 0)
+
+    async def version_for(
+        self, structure: Structure, types: Sequence[ColumnType], *, lsn: int, from_log: bool
+    ) -> Document:
+        """The document for a structure; `needs_storing` tells what to do with it."""
+        async with self._lock:
+            return await self._version_for(structure, types, lsn=lsn, from_log=from_log)
+
+    async def _version_for(
+        self, structure: Structure, types: Sequence[ColumnType], *, lsn: int, from_log: bool
+    ) -> Document:
+        entry = self._versions.setdefault(structure.token, _Versions())
+        wanted = structure.fingerprint
+        candidates = (entry.current, entry.newest) if from_log else (entry.newest, entry.current)
+        for document in candidates:
+            if document is not None and fingerprint_of(document) == wanted:
+                renewed = document["epoch"] != self._epoch
+                if renewed:
+                    now = time.time_ns() // 1000
+                    document = {**document, "epoch": self._epoch, "lsn": lsn, "timestamp": now}
+                    entry.announced = 0
+                    if entry.newest is None or (
+                        entry.newest["schema_version"] <= document["schema_version"]
+                    ):
+                        entry.newest = document
+                if from_log:
+                    entry.current = document
+                return document
+        version = 1 + max(
+            entry.newest["schema_version"] if entry.newest else 0,
+            entry.current["schema_version"] if entry.current else 0,
+        )
+        table = await self._catalog.table_by_id(structure.relation_id, structure.replica_identity)
+        document = await self._describe(structure, types, table, version, lsn)
+        entry.newest = document
+        if from_log:
+            entry.current = document
+        return document
+
+    async def _describe(
+        self,
+        structure: Structure,
+        types: Sequence[ColumnType],
+        table: CatalogTable,
+        version: int,
+        lsn: int,
+    ) -> Document:
+        names = await self._catalog.format_types([(c[1], c[2]) for c in structure.columns])
+        now = {column.name: column for column in table.columns}
+        columns = []
+        for place, ((name, type_oid, modifier, is_key), data_type, kind) in enumerate(
+            zip(structure.columns, names, types, strict=True), start=1
+        ):
+            column = now.get(name)
+            columns.append(
+                {
+                    "name": name,
+                    "position": place,
+                    "data_type": data_type,
+                    "type_oid": type_oid,
+                    "type_modifier": modifier,
+                    "is_nullable": column.is_nullable if column else True,
+                    "column_default": column.default if column else None,
+                    "is_key": is_key,
+                    "base_type_oid": kind.base_oid,
+                    "element_oid": kind.element_oid,
+                    "backfilled": column.is_backfilled if column else None,
+                }
+            )
+        published = {name for name, *_ in structure.columns}
+        if structure.replica_identity == "d":
+            key = [name for name, _, _, is_key in structure.columns if is_key]
+            if set(key) == set(table.primary_key):
+                key = list(table.primary_key)
+        else:
+            key = list(table.primary_key) if published.issuperset(table.primary_key) else []
+        return {
+            "v": WIRE_VERSION,
+            "source": self._source,
+            "epoch": self._epoch,
+            "table": structure.table,
+            "schema": structure.schema,
+            "timestamp": time.time_ns() // 1000,
+            "schema_version": version,
+            "lsn": lsn,
+            "primary_key": key,
+            "replica_identity": REPLICA_IDENTITIES[structure.replica_identity],
+            "columns": columns,
+            "filenode": table.filenode,
+        }
+
+    async def from_catalog(
+        self, schema: str, table: str, published: Sequence[str] | None, lsn: int
+    ) -> Document | None:
+        """The document for the table as the catalog has it now; None where it is gone."""
+        found = await self._catalog.table_by_name(schema, table)
+        if found is None:
+            return None
+        columns = tuple(
+            (c.name, c.type_oid, c.type_modifier, c.name in found.identity)
+            for c in found.columns
+            if (c.name in published if published is not None else not c.is_generated)
+        )
+        structure = Structure(found.relation_id, schema, table, found.replica_identity, columns)
+        types = await self._catalog.column_types([(c[1], c[2]) for c in columns])
+        return await self.version_for(structure, types, lsn=lsn, from_log=False)

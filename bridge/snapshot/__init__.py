@@ -1,0 +1,1 @@
+"""Snapshots of tables at a consistent point."""

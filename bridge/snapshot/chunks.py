@@ -1,0 +1,126 @@
+"""Chunks: what every format shares, from the head of the document to the sealed message."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import zstandard
+
+from consumer_sdk.wire import envelope
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Refer = Callable[[bytes], dict[str, Any]]
+
+# Beyond this a message gains nothing; nats-server and readers hold each one whole.
+LARGEST_BYTES: Final = 900_000
+# Document head, NATS headers and rounding; all of them are far smaller.
+RESERVED_BYTES: Final = 16 * 1024
+# A dictionary replaces the beginning of a window; past this size a chunk is its own dictionary.
+DICTIONARY_HELPS_BYTES: Final = 32 * 1024
+REFERENCE: Final = "$ref"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHead:
+    """The fields that all chunks of one snapshot share."""
+
+    source: str
+    epoch: int
+    table: str
+    schema: str
+    snapshot_id: str
+    snapshot_lsn: int
+
+    def fields(self, number: int) -> dict[str, Any]:
+        """The document of chunk `number`, without its rows."""
+        return {
+            "v": envelope.WIRE_VERSION,
+            "source": self.source,
+            "epoch": self.epoch,
+            "table": self.table,
+            "schema": self.schema,
+            "operation": "snapshot",
+            "snapshot_id": self.snapshot_id,
+            "chunk": number,
+            "lsn": self.snapshot_lsn,
+        }
+
+
+class Content(Protocol):
+    """The rows of one chunk, which lack only its number."""
+
+    @property
+    def row_count(self) -> int: ...
+
+    @property
+    def content_type(self) -> str: ...
+
+    def encode(self, number: int) -> bytes: ...
+
+
+class ChunkEncoder(Protocol):
+    """Gathers rows of a COPY into chunks of one format."""
+
+    def add(self, lines: list[bytes]) -> Iterator[Content]:
+        """Take rows; chunks that are full come out."""
+
+    def flush(self) -> Iterator[Content]:
+        """Give what is left."""
+
+
+def byte_limit(max_payload: int) -> int:
+    """How large the rows of a chunk may be, given what the server accepts."""
+    return min(LARGEST_BYTES, max(max_payload - RESERVED_BYTES, max_payload // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A chunk as it is stored."""
+
+    payload: bytes
+    headers: dict[str, str]
+    sha256: str
+
+
+class Sealer:
+    """Compresses, checksums and labels the chunks of one snapshot."""
+
+    def __init__(
+        self, snapshot_id: str, *, zstd: bool, dictionary: tuple[str, bytes] | None = None
+    ) -> None:
+        self._snapshot_id = snapshot_id
+        self._plain = zstandard.ZstdCompressor(level=3) if zstd else None
+        self._dictionary_id = ""
+        self._with_dictionary: zstandard.ZstdCompressor | None = None
+        if zstd and dictionary is not None:
+            self._dictionary_id, content = dictionary
+            shared = zstandard.ZstdCompressionDict(content)
+            self._with_dictionary = zstandard.ZstdCompressor(level=3, dict_data=shared)
+
+    def seal(self, content: Content, number: int) -> Sealed:
+        """Turn content into a message; the checksum is of the payload as stored."""
+        payload = content.encode(number)
+        headers = {
+            envelope.MSG_ID: f"{self._snapshot_id}-{number}",
+            envelope.CONTENT_TYPE: content.content_type,
+        }
+        if self._plain is not None:
+            payload = self._compress(payload, headers)
+        digest = hashlib.sha256(payload).hexdigest()
+        headers[envelope.CHUNK_SHA256] = digest
+        return Sealed(payload, headers, digest)
+
+    def _compress(self, payload: bytes, headers: dict[str, str]) -> bytes:
+        assert self._plain is not None
+        small = self._plain.compress(payload)
+        headers[envelope.CONTENT_ENCODING] = "zstd"
+        if self._with_dictionary is not None and len(payload) <= DICTIONARY_HELPS_BYTES:
+            smaller = self._with_dictionary.compress(payload)
+            if len(smaller) < len(small):
+                headers[envelope.DICTIONARY] = self._dictionary_id
+                return smaller
+        return small

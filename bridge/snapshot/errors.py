@@ -1,0 +1,25 @@
+"""Errors of snapshots, by what becomes of the request.
+
+Refused
+    The request is answered with the reason; nothing was begun.
+ForeignTable
+    The request is not answered: the bridge that publishes the table will.
+SnapshotError
+    The snapshot ends: its readers are told the message, the next request begins a new one.
+"""
+
+from __future__ import annotations
+
+from bridge.errors import BridgeError
+
+
+class Refused(BridgeError):
+    """A request that cannot be granted; the message says why and what would be."""
+
+
+class ForeignTable(BridgeError):
+    """A table that another source of the same stream publishes."""
+
+
+class SnapshotError(BridgeError):
+    """A snapshot that was begun cannot be completed."""

@@ -1,0 +1,162 @@
+"""The consistent point: a temporary slot whose snapshot other sessions import.
+
+An event is in the snapshot iff its commit LSN is below the slot's consistent point. PostgreSQL
+first waits for the transactions that write at that moment; the wait is reported and has a limit.
+https://www.postgresql.org/docs/current/protocol-replication.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+
+from bridge.cancellation import stay_cancelled
+from bridge.snapshot.errors import SnapshotError
+from bridge.snapshot.waiting import sessions_waited_for
+from consumer_sdk.wire.lsn import parse_lsn
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from psycopg import AsyncConnection
+
+    Report = Callable[[list[str]], Awaitable[None]]
+
+POLL_SECONDS: Final = 0.5
+CANCEL_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """An exported snapshot; it can be imported until the context that made it is left."""
+
+    snapshot_name: str
+    snapshot_lsn: int
+
+
+async def connect(conninfo: str, application: str, **parameters: Any) -> AsyncConnection[Any]:
+    """Open a session of the bridge; each statement its own transaction."""
+    return await psycopg.AsyncConnection.connect(
+        make_conninfo(conninfo, application_name=application, **parameters), autocommit=True
+    )
+
+
+def problem(error: psycopg.Error) -> str:
+    """What PostgreSQL says, without the detail lines that can hold values of rows."""
+    text = error.diag.message_primary or str(error).partition("\n")[0]
+    return text or type(error).__name__
+
+
+@asynccontextmanager
+async def exported_snapshot(
+    conninfo: str,
+    catalog: AsyncConnection[Any],
+    *,
+    wait_limit: float,
+    report: Report,
+) -> AsyncIterator[Export]:
+    """Make a consistent point; leaving the context drops the slot and ends the export.
+
+    `report` is called with the sessions waited for, also with none once the wait is over.
+    """
+    async with await connect(
+        conninfo, "tailrace snapshot export", replication="database"
+    ) as connection:
+        await connection.execute("SET idle_in_transaction_session_timeout = 0")
+        await connection.execute("SET statement_timeout = 0")
+        await connection.execute("SET lock_timeout = 0")
+        slot = f"tailrace_snapshot_{secrets.token_hex(8)}"
+        # PostgreSQL 14 knows only the older spelling of the option.
+        option = (
+            "(SNAPSHOT 'export')" if connection.info.server_version >= 150000 else "EXPORT_SNAPSHOT"
+        )
+        command = f"CREATE_REPLICATION_SLOT {slot} TEMPORARY LOGICAL pgoutput {option}"
+        creation = asyncio.ensure_future(connection.execute(command.encode()))
+        try:
+            await _wait(creation, connection, catalog, wait_limit, report)
+            row = await creation.result().fetchone()
+        except psycopg.Error as error:
+            raise SnapshotError(_remedied(problem(error))) from error
+        finally:
+            await _abandon(creation, connection)
+        if row is None or not row[2]:
+            raise SnapshotError("PostgreSQL created a slot without exporting its snapshot")
+        yield Export(snapshot_name=row[2], snapshot_lsn=parse_lsn(row[1]))
+
+
+async def _wait(
+    creation: asyncio.Future[Any],
+    connection: AsyncConnection[Any],
+    catalog: AsyncConnection[Any],
+    wait_limit: float,
+    report: Report,
+) -> None:
+    pids = [connection.info.backend_pid]
+    async with reported_wait(catalog, pids, wait_limit, report, "running transactions to end"):
+        await asyncio.shield(creation)
+
+
+@asynccontextmanager
+async def reported_wait(
+    catalog: AsyncConnection[Any],
+    backend_pids: Sequence[int],
+    wait_limit: float,
+    report: Report,
+    what: str,
+) -> AsyncIterator[None]:
+    """Report whom the backends wait for while the body runs; SnapshotError after the limit.
+
+    `backend_pids` is read at every look, so it may grow meanwhile.
+    """
+    seen: list[str] = []
+
+    async def watch() -> None:
+        nonlocal seen
+        while True:
+            await stay_cancelled()
+            await asyncio.sleep(POLL_SECONDS)
+            seen = await sessions_waited_for(catalog, backend_pids)
+            await report(seen)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        async with asyncio.timeout(wait_limit) as limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        names = "; ".join(seen) or "unknown sessions"
+        raise SnapshotError(
+            f"waited {wait_limit:g} s for {what}: {names}; end them, or raise --snapshot-wait"
+        ) from error
+    finally:
+        watcher.cancel()
+        with suppress(asyncio.CancelledError, psycopg.Error):
+            await watcher
+    if seen:
+        await report([])
+
+
+async def _abandon(creation: asyncio.Future[Any], connection: AsyncConnection[Any]) -> None:
+    """Stop a slot creation that nobody waits for any more; closing alone would not reach it."""
+    if creation.done():
+        return
+    with suppress(psycopg.Error, OSError, TimeoutError):
+        await connection.cancel_safe(timeout=CANCEL_SECONDS)
+    with suppress(psycopg.Error, OSError, TimeoutError):
+        async with asyncio.timeout(CANCEL_SECONDS):
+            await creation
+
+
+def _remedied(text: str) -> str:
+    if "replication slots" in text:
+        return f"{text}; raise max_replication_slots, or drop slots nobody uses"
+    if "wal_level" in text:
+        return f"{text}; set wal_level = logical and restart PostgreSQL"
+    return text

@@ -1,0 +1,282 @@
+"""What the catalogs say about a table to be copied: its columns, filter, storage.
+
+Two looks at a table are compared to prove that no DDL came between the consistent point and the
+read: a rewrite under an older snapshot reads as an empty table, without an error, and renames and
+added columns show through it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from bridge.snapshot.errors import Refused
+from bridge.values import ColumnType
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    from psycopg import AsyncConnection
+
+BLOCK_BYTES: Final = 8192
+
+# Every value as the contract prints it, whatever role and database prefer; row security off turns
+# a silently filtered table into an error. The empty search path makes expressions qualify names.
+SESSION: Final = (
+    ("client_encoding", "UTF8"),
+    ("DateStyle", "ISO"),
+    ("TimeZone", "UTC"),
+    ("IntervalStyle", "postgres"),
+    ("extra_float_digits", "1"),
+    ("bytea_output", "hex"),
+    ("row_security", "off"),
+    ("search_path", ""),
+    ("statement_timeout", "0"),
+    ("lock_timeout", "0"),
+    ("idle_in_transaction_session_timeout", "0"),
+    ("idle_session_timeout", "0"),
+    ("transaction_timeout", "0"),
+)
+
+SESSION_SQL: Final = """
+SELECT set_config(s.name, w.value, false)
+FROM unnest(%s::text[], %s::text[]) AS w(name, value)
+JOIN pg_catalog.pg_settings s ON lower(s.name) = lower(w.name)
+"""
+
+FIND_TABLE: Final = """
+SELECT c.oid, c.relkind, c.relispartition,
+       pg_catalog.has_table_privilege(c.oid, 'SELECT')
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %s AND c.relname = %s
+"""
+
+PUBLISHED_14: Final = """
+SELECT NULL::text[], NULL::text, p.oid, pg_catalog.current_setting('server_version_num')::int
+FROM pg_catalog.pg_publication_tables t JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
+WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s
+"""
+
+PUBLISHED: Final = """
+SELECT t.attnames::text[], t.rowfilter, p.oid,
+       pg_catalog.current_setting('server_version_num')::int
+FROM pg_catalog.pg_publication_tables t JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
+WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s
+"""
+
+COLUMNS: Final = """
+WITH RECURSIVE base(attnum, typid, typtype, typbasetype) AS (
+    SELECT a.attnum, t.oid, t.typtype, t.typbasetype
+    FROM pg_catalog.pg_attribute a JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
+    WHERE a.attrelid = %(oid)s AND a.attnum > 0 AND NOT a.attisdropped
+  UNION ALL
+    SELECT b.attnum, t.oid, t.typtype, t.typbasetype
+    FROM base b JOIN pg_catalog.pg_type t ON t.oid = b.typbasetype
+    WHERE b.typtype = 'd'
+), element(oid, typid, typtype, typbasetype) AS (
+    SELECT e.oid, e.oid, e.typtype, e.typbasetype
+    FROM base b JOIN pg_catalog.pg_type t ON t.oid = b.typid
+    JOIN pg_catalog.pg_type e ON e.oid = t.typelem
+    WHERE b.typtype <> 'd' AND t.typcategory = 'A'
+  UNION
+    SELECT e.oid, t.oid, t.typtype, t.typbasetype
+    FROM element e JOIN pg_catalog.pg_type t ON t.oid = e.typbasetype
+    WHERE e.typtype = 'd'
+)
+SELECT a.attnum, a.attname, a.atttypid, a.atttypmod, b.typid,
+       coalesce(e.typid, 0), coalesce(el.typdelim, ','), a.attgenerated::text,
+       pg_catalog.format_type(a.atttypid, a.atttypmod), NOT a.attnotnull
+FROM pg_catalog.pg_attribute a
+JOIN base b ON b.attnum = a.attnum AND b.typtype <> 'd'
+JOIN pg_catalog.pg_type bt ON bt.oid = b.typid
+LEFT JOIN element e ON bt.typcategory = 'A' AND e.oid = bt.typelem AND e.typtype <> 'd'
+LEFT JOIN pg_catalog.pg_type el ON el.oid = bt.typelem AND bt.typcategory = 'A'
+WHERE a.attrelid = %(oid)s AND a.attnum > 0 AND NOT a.attisdropped
+ORDER BY a.attnum
+"""
+
+# pg_relation_filenode also answers for mapped relations, and sees through this session's snapshot.
+STORAGE: Final = """
+SELECT n.nspname, c.relname, c.oid, pg_catalog.pg_relation_filenode(c.oid),
+       pg_catalog.pg_relation_size(c.oid) / pg_catalog.current_setting('block_size')::int,
+       pg_catalog.pg_table_size(c.oid), greatest(c.reltuples, 0)::bigint,
+       pg_catalog.has_table_privilege(c.oid, 'SELECT')
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE c.relkind = 'r' AND c.oid IN (
+    SELECT %(oid)s::oid
+    UNION ALL SELECT relid FROM pg_catalog.pg_partition_tree(%(oid)s::oid) WHERE isleaf
+)
+ORDER BY c.oid
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyColumn:
+    """A column that is copied; `position` counts the published ones from 1."""
+
+    number: int
+    position: int
+    name: str
+    type: ColumnType
+    data_type: str
+    is_nullable: bool
+
+    def to_document(self) -> dict[str, Any]:
+        """The column as a meta describes it, with the fields of schema documents."""
+        return {
+            "name": self.name,
+            "position": self.position,
+            "data_type": self.data_type,
+            "type_oid": self.type.oid,
+            "type_modifier": self.type.typmod,
+            "is_nullable": self.is_nullable,
+            "base_type_oid": self.type.base_oid,
+            "element_oid": self.type.element_oid,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One heap that holds rows of the table: the table itself, or a leaf partition.
+
+    A leaf that the bridge may read only through its root is not `readable`.
+    """
+
+    schema: str
+    table: str
+    oid: int
+    filenode: int
+    readable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large one heap is, as far as the catalogs know."""
+
+    blocks: int
+    total_bytes: int
+    rows_estimate: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """A table as one look at the catalogs finds it; equal shapes read equally."""
+
+    schema: str
+    table: str
+    oid: int
+    publication_oid: int
+    partitioned: bool
+    columns: tuple[CopyColumn, ...]
+    row_filter: str | None
+    storages: tuple[Storage, ...]
+
+    @property
+    def name(self) -> str:
+        """The table as SQL spells it."""
+        return format_table_name(self.schema, self.table)
+
+    def restricted_to(self, names: tuple[str, ...] | None) -> TableShape:
+        """The same table with fewer columns, in the table's own order."""
+        if names is None:
+            return self
+        known = {column.name for column in self.columns}
+        missing = [name for name in names if name not in known]
+        if missing:
+            raise Refused(
+                f"table {self.name} publishes no column {missing[0]!r}; it publishes "
+                + ", ".join(column.name for column in self.columns)
+            )
+        kept = tuple(column for column in self.columns if column.name in names)
+        return replace(self, columns=kept)
+
+
+async def set_session(connection: AsyncConnection[Any]) -> None:
+    """Give a session the settings under which values are printed."""
+    names = [name for name, _ in SESSION]
+    values = [value for _, value in SESSION]
+    await connection.execute(SESSION_SQL, [names, values])
+
+
+async def read_shape(
+    connection: AsyncConnection[Any], publication: str, schema: str, table: str
+) -> tuple[TableShape, tuple[Size, ...]]:
+    """Look at a table; Refused where it is unknown, not published or not readable."""
+    name = format_table_name(schema, table)
+    found = await (await connection.execute(FIND_TABLE, [schema, table])).fetchone()
+    if found is None:
+        raise Refused(f"table {name} does not exist")
+    oid, kind, is_partition, readable = found
+    kind = _text(kind)
+    entry_sql = PUBLISHED if connection.info.server_version >= 150000 else PUBLISHED_14
+    entry = await (await connection.execute(entry_sql, [publication, schema, table])).fetchone()
+    if entry is None:
+        raise Refused(_why_not_published(name, kind, is_partition, publication))
+    if not readable:
+        raise Refused(f"no permission to read {name}; GRANT SELECT ON {name} to the bridge's role")
+    attnames, row_filter, publication_oid, server_version = entry
+    columns: list[CopyColumn] = []
+    for (
+        number,
+        column,
+        type_oid,
+        modifier,
+        base,
+        element,
+        delimiter,
+        generated,
+        text,
+        null,
+    ) in await (await connection.execute(COLUMNS, {"oid": oid})).fetchall():
+        if attnames is not None and column not in attnames:
+            continue
+        # Only PostgreSQL 18 can publish a generated column, and never a virtual one.
+        if generated == "v" or (generated and (attnames is None or server_version < 180000)):
+            continue
+        kind_of = ColumnType(type_oid, modifier, base, element, delimiter)
+        columns.append(CopyColumn(number, len(columns) + 1, column, kind_of, text, null))
+    storages = []
+    sizes = []
+    for row in await (await connection.execute(STORAGE, {"oid": oid})).fetchall():
+        storages.append(Storage(row[0], row[1], row[2], row[3] or 0, row[7]))
+        sizes.append(Size(row[4] or 0, row[5] or 0, row[6]))
+    shape = TableShape(
+        schema,
+        table,
+        oid,
+        publication_oid,
+        kind == "p",
+        tuple(columns),
+        row_filter,
+        tuple(storages),
+    )
+    return shape, tuple(sizes)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _why_not_published(name: str, kind: str, is_partition: bool, publication: str) -> str:
+    if kind not in ("r", "p"):
+        return f"{name} is not a table; only tables are published"
+    remedy = f"ALTER PUBLICATION {publication} ADD TABLE {name}"
+    if is_partition:
+        remedy = "ask for its partitioned root, or publish without publish_via_partition_root"
+    elif kind == "p":
+        remedy = "ask for its partitions, or set publish_via_partition_root"
+    return f"table {name} is not in publication {publication}; {remedy}"
+
+
+def shape_document(shape: TableShape) -> dict[str, Any]:
+    """A shape as it travels to a worker."""
+    return asdict(shape)
+
+
+def shape_from_document(document: dict[str, Any]) -> TableShape:
+    """Undo `shape_document`."""
+    columns = tuple(
+        CopyColumn(**{**column, "type": ColumnType(**column["type"])})
+        for column in document["columns"]
+    )
+    storages = tuple(Storage(**storage) for storage in document["storages"])
+    return TableShape(**{**document, "columns": columns, "storages": storages})

@@ -1,0 +1,1 @@
+"""What the operator sees: counters, metrics, logs, HTTP and the WAL monitor."""

@@ -1,0 +1,110 @@
+"""The `/status` document: the contract's fields first, then everything the dashboard shows."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from bridge.telemetry.logs import mask_secrets
+from consumer_sdk.wire.lsn import format_lsn
+
+if TYPE_CHECKING:
+    from bridge.telemetry.stats import BridgeStats
+
+TABLES_LISTED = 500
+ENDED_STATES = frozenset({"stopped", "failed"})
+
+
+def is_alive(stats: BridgeStats) -> bool:
+    """False once streaming has ended and nothing is trying to bring it back."""
+    return stats.state not in ENDED_STATES
+
+
+def health_word(stats: BridgeStats) -> str:
+    """One word for the whole: ok, warning, critical or failed."""
+    if not is_alive(stats):
+        return "failed"
+    if any(one.severity == "critical" for one in stats.warnings.values()):
+        return "critical"
+    return "warning" if stats.warnings else "ok"
+
+
+def status_document(stats: BridgeStats, sample: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Everything about the bridge that is safe to show to whoever reaches the port."""
+    return {
+        "status": stats.state,
+        "uptime_seconds": int(stats.uptime_seconds),
+        "wal_messages_received": stats.wal_messages_received,
+        "cdc_events_published": stats.cdc_events_published,
+        "current_lsn": format_lsn(stats.current_lsn),
+        "is_connected": stats.is_connected,
+        "reconnect_count": stats.reconnect_count,
+        "nats_reconnect_count": stats.nats_reconnect_count,
+        "last_processing_time_us": stats.last_processing_time_us,
+        "slot_active": stats.slot_active,
+        "wal_lag_bytes": stats.wal_lag_bytes,
+        "wal_lag_mb": round(stats.wal_lag_bytes / 1024**2, 2),
+        "source": stats.source,
+        "epoch": stats.epoch,
+        "health": health_word(stats),
+        "now": time.time(),
+        "started_at": stats.started_at,
+        "nats_connected": stats.nats_connected,
+        "confirmed_lsn": format_lsn(stats.confirmed_lsn),
+        "received_lsn": format_lsn(stats.received_lsn),
+        "transactions_published": stats.transactions_published,
+        "publication": stats.publication,
+        "database": stats.database,
+        "prefix": stats.prefix,
+        "mode": stats.mode,
+        "versions": {
+            "bridge": stats.bridge_version,
+            "postgres": stats.postgres_version,
+            "nats": stats.nats_version,
+        },
+        "last_error": mask_secrets(stats.last_error) if stats.last_error else None,
+        "ring": {
+            "depth": stats.ring_depth,
+            "capacity": stats.ring_capacity,
+            "bytes": stats.ring_bytes,
+            "max_bytes": stats.ring_max_bytes,
+        },
+        "wal": _wal(stats),
+        "latency": {
+            "bounds_seconds": list(stats.latency.bounds),
+            "counts": list(stats.latency.counts),
+        },
+        "tables": _tables(stats),
+        "table_count": len(stats.per_table),
+        "snapshots": [
+            {"snapshot_id": key, **asdict(progress)} for key, progress in stats.snapshots.items()
+        ],
+        "warnings": [
+            {"key": key, **asdict(warning)} for key, warning in sorted(stats.warnings.items())
+        ],
+        "sample": sample,
+    }
+
+
+def _wal(stats: BridgeStats) -> dict[str, Any]:
+    return {
+        "status": stats.wal_status,
+        "restart_lsn": format_lsn(stats.slot_restart_lsn),
+        "retained_bytes": stats.retained_wal_bytes,
+        "safe_bytes": stats.safe_wal_size,
+        "limit_bytes": stats.max_slot_wal_keep_bytes,
+        "headroom_seconds": stats.wal_headroom_seconds,
+        "warning_bytes": stats.wal_warning_bytes,
+        "critical_bytes": stats.wal_critical_bytes,
+        "checked_at": stats.wal_checked_at or None,
+    }
+
+
+def _tables(stats: BridgeStats) -> list[dict[str, Any]]:
+    shown = stats.per_table.items()
+    if len(shown) > TABLES_LISTED:
+        newest = heapq.nlargest(TABLES_LISTED, shown, key=lambda item: item[1].last_ts)
+        return [{"table": token, **asdict(table)} for token, table in newest]
+    return [{"table": token, **asdict(table)} for token, table in shown]

@@ -1,0 +1,1 @@
+"""Logical replication: frames, pgoutput messages, relations, the connection."""

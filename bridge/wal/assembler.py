@@ -1,0 +1,635 @@
+"""HOT PATH: pgoutput messages in, encoded CDC messages out. No I/O, no waiting.
+
+This is the narrow seam around decode -> encode: `feed` takes the bytes of one pgoutput message,
+finished items collect in `out`. One change is always held back, because only the message after it
+tells whether it was the transaction's last.
+
+Ordinals count row changes, truncates (one per table) and commit messages. Logical messages have an
+ordinal of their own, so that a reader of changes never misses a number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from struct import Struct
+from struct import error as StructError  # noqa: N812 - an exception, whatever its case
+from typing import TYPE_CHECKING, Any, Final
+
+from bridge.errors import HistoryBroken, ProtocolError
+from bridge.publish.encoder import SHARED_FIELDS
+from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing, Oversized
+from bridge.wal.messages import (
+    Begin,
+    Commit,
+    Delete,
+    Insert,
+    LogicalMessage,
+    Origin,
+    Truncate,
+    Type,
+    Update,
+)
+from bridge.wal.pgoutput import decode
+from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.subjects import Subjects, escape_token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.publish.encoder import Encoder
+    from bridge.wal.relations import CompiledRelation, MessageParts, Writer
+
+PACK_ROWS: Final = 500
+PACK_BYTES: Final = 96 * 1024
+"""Bounds of a packed message, counted in bytes of the log and of column names, so that they depend
+on nothing but the transaction."""
+HELD_MESSAGE_BYTES: Final = 1024 * 1024
+HEADER_ALLOWANCE: Final = 2048
+"""Room for headers below the server's payload limit; ids of the longest names take 500 bytes."""
+END_ALLOWANCE: Final = 64
+"""What the last message of a transaction has more than the others."""
+
+_new_tuple = tuple.__new__
+_relation_id_at = Struct(">I").unpack_from
+_INSERT, _DELETE = b"ID"
+_ROW_KINDS = frozenset(b"IUD")
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where the stream's record ends: everything before is skipped when PostgreSQL sends it again.
+
+    `must_reappear` says that the slot stands before the recorded transaction, so that history
+    without it is another history; so is one with changes behind it and before `nothing_before`,
+    up to where the log is known to hold nothing more. `ts` is the transaction's commit time.
+    """
+
+    commit_lsn: int = 0
+    next_seq: int = 0
+    next_ordinal: int = 0
+    ts: int = 0
+    must_reappear: bool = False
+    nothing_before: int = 0
+
+
+class Assembler:
+    """Turns the changes of transactions into messages, one transaction after another."""
+
+    def __init__(
+        self,
+        *,
+        source: str,
+        epoch: int,
+        subjects: Subjects,
+        encoder: Encoder,
+        resume: Resume,
+        pack: bool,
+        max_payload: int,
+        objects_bucket: str,
+        headers: bytes,
+        compress: Callable[[str, bytes], tuple[bytes, bytes]] | None = None,
+    ) -> None:
+        self.relations: dict[int, CompiledRelation] = {}
+        self._writers: dict[bytes, Writer] = {}
+        self.out: list[Item] = []
+        self.out_sizes: list[int] = []
+        self.out_bytes = 0
+        self.in_transaction = False
+        self.commit_lsn = 0
+        self.complete_lsn = 0
+        """End LSN of the last transaction seen to its end."""
+        self._source = source
+        self._epoch = epoch
+        self._subjects = subjects
+        self._encoder = encoder
+        self._resume = resume
+        self._objects_bucket = objects_bucket
+        self._headers = headers
+        self._compress = compress
+        self._event = encoder.event
+        self._take = self._take_packed if pack else self._take_single
+        self._limit = max_payload - HEADER_ALLOWANCE
+        self._room = self._limit - END_ALLOWANCE
+        self._reappear = resume.must_reappear
+        self._xid = 0
+        self._ts = 0
+        self._transaction = b""
+        self._id_tail = f"-{epoch:x}".encode()
+        self._seq = 0
+        self._ordinal = 0
+        self._skip_seq = 0
+        self._skip_ordinal = 0
+        self._skip_all = False
+        self._skipping = False
+        """Whether there may be something to skip in this transaction."""
+        self._impossible = False
+        self._touched: dict[str, CompiledRelation] = {}
+        self._last_relation: CompiledRelation | None = None
+        self._held: tuple[MessageParts, int, bytes, bytes, bytes, int] | None = None
+        """The change held back: ordinal, id, payload if another one follows (empty where it is too
+        large), and the fragment with its number of fields."""
+        self._held_parts: MessageParts | None = None
+        self._held_seq = 0
+        self._held_rows: list[bytes] = []
+        """The rows held back to be packed, and what the first of them is."""
+        self._held_bytes = 0
+        self._messages: list[tuple[str, int, int, bytes]] = []
+        self._messages_bytes = 0
+
+    def describe(self, relation: CompiledRelation) -> None:
+        """Take a relation as it is from here on.
+
+        PostgreSQL describes relations again whenever it likes: an equal description must not end
+        a packed message, whose bounds depend on the transaction alone.
+        """
+        known = self.relations.get(relation.relation_id)
+        if known is None or not known.is_same(relation):
+            self.relations[relation.relation_id] = relation
+            for key in known.writers if known is not None else ():
+                del self._writers[key]
+            self._writers |= relation.writers
+
+    def feed(self, frame: bytes, start: int) -> None:
+        """Take the pgoutput message that begins at `start` and ends with the frame."""
+        if self._skipping and frame[start] in _ROW_KINDS and self._skip(frame, start):
+            return
+        writer = self._writers.get(frame[start : start + 6])
+        if writer is not None:
+            write, count, parts, relation = writer
+            body = write(frame, start + 6)
+            if body is not None:
+                if relation is not self._last_relation:
+                    self._last_relation = relation
+                    self._touched[relation.token] = relation
+                seq = self._seq
+                self._seq = seq + 1
+                self._take(parts, seq, body, count, len(frame) - start)
+                return
+        if frame[start] in _ROW_KINDS:
+            self._read_change(frame, start)
+        else:
+            self._other(decode(frame[start:]))
+
+    def _skip(self, frame: bytes, start: int) -> bool:
+        """Count a change that is recorded already; False from the first one that is not."""
+        if self._skip_all:
+            if self._impossible:
+                raise self._broken(self.commit_lsn)
+            return True
+        if self._seq >= self._skip_seq:
+            self._skipping = False
+            return False
+        self._touch(frame, start)
+        self._seq += 1
+        return True
+
+    def _touch(self, frame: bytes, start: int) -> CompiledRelation:
+        """The relation that a change is of; it is part of the transaction from then on."""
+        try:
+            relation = self.relations[_relation_id_at(frame, start + 1)[0]]
+        except (KeyError, StructError) as error:
+            decode(frame[start:])
+            raise ProtocolError(
+                "PostgreSQL sent a row of a relation it has not described"
+            ) from error
+        if relation is not self._last_relation:
+            self._last_relation = relation
+            self._touched[relation.token] = relation
+        return relation
+
+    def _read_change(self, frame: bytes, start: int) -> None:
+        """Take a change whose row must be read."""
+        relation = self._touch(frame, start)
+        kind, tag = frame[start], frame[start + 5 : start + 6]
+        seq = self._seq
+        self._seq = seq + 1
+        size = len(frame) - start
+        if tag == b"N":
+            read = relation.read_row(frame, start + 6)
+            if read is not None:
+                parts = relation.insert if kind == _INSERT else relation.update
+                self._take_read(parts, seq, read[0], None, (), read[1], size)
+                return
+        elif kind == _DELETE:
+            read = (relation.read_key if tag == b"K" else relation.read_row)(frame, start + 6)
+            if read is not None and tag in (b"K", b"O"):
+                self._take_read(relation.delete, seq, read[0], None, (), read[1], size)
+                return
+        elif tag in (b"K", b"O"):
+            reader = relation.read_update_key if tag == b"K" else relation.read_update
+            both = reader(frame, start + 6)
+            if both is not None:
+                self._take_read(relation.update, seq, both[1], both[0], (), both[2], size)
+                return
+        self._general_change(relation, seq, frame[start:])
+
+    def _general_change(self, relation: CompiledRelation, seq: int, data: bytes) -> None:
+        """Take a change with values the compiled readers leave alone, or refuse a broken one."""
+        message = decode(data)
+        size = len(data)
+        convert = relation.converter.convert
+        old: dict[str, Any] | None = None
+        if isinstance(message, Insert):
+            parts = relation.insert
+            row = convert(message.new)
+            raw = row.raw
+        elif isinstance(message, Update):
+            parts = relation.update
+            if message.old is None:
+                row = convert(message.new)
+                raw = row.raw
+            else:
+                only = relation.identity if message.old_kind == "K" else None
+                before, row = relation.converter.convert_pair(message.old, message.new, only=only)
+                old = before.data
+                raw = tuple(dict.fromkeys((*row.raw, *before.raw)))
+        else:
+            assert isinstance(message, Delete)
+            parts = relation.delete
+            row = convert(message.old, only=relation.identity if message.old_kind == "K" else None)
+            raw = row.raw
+        if relation.adapt is not None:
+            relation.adapt(row.data)
+            if old is not None:
+                relation.adapt(old)
+        self._take_read(parts, seq, row.data, old, row.unchanged, raw, size)
+
+    def _take_read(
+        self,
+        parts: MessageParts,
+        seq: int,
+        data: dict[str, Any],
+        old: dict[str, Any] | None,
+        unchanged: tuple[str, ...],
+        raw: tuple[str, ...],
+        size: int,
+    ) -> None:
+        """Encode a row that had to be read, and take it."""
+        fields: dict[str, Any] = {"data": data}
+        if old is not None:
+            fields["old"] = old
+        if unchanged:
+            fields["unchanged"] = unchanged
+        if raw:
+            fields["raw"] = raw
+        self._take(parts, seq, self._encoder.body(fields), len(fields), size)
+
+    def _take_single(
+        self, parts: MessageParts, seq: int, body: bytes, count: int, size: int
+    ) -> None:
+        """Encode this change and hold it back; the one before it goes out: a message for each."""
+        if parts.commit_lsn != self.commit_lsn:
+            parts.begin(self.commit_lsn, self._transaction)
+        if self._held is not None:
+            self._emit_single(0)
+        if self._messages:
+            self._emit_messages(None)
+        if parts.relation.notice is not None:
+            self._announce(parts.relation)
+        msg_id = b"%b%d%b" % (parts.id_head, seq, self._id_tail)
+        # What is too large to be a message is not made one.
+        payload = b"" if size > self._room else self._event(parts.shared, msg_id, seq, body, count)
+        self._held = (parts, seq, msg_id, payload, body, count)
+
+    def _take_packed(
+        self, parts: MessageParts, seq: int, body: bytes, count: int, size: int
+    ) -> None:
+        """Add this change to the rows held back, or emit those and begin anew."""
+        row = self._encoder.row(body, count)
+        size += parts.relation.names_bytes
+        if parts is self._held_parts and not self._messages and parts.relation.notice is None:
+            rows = self._held_rows
+            self._held_bytes += size
+            if len(rows) < PACK_ROWS and self._held_bytes <= PACK_BYTES:
+                rows.append(row)
+                return
+        self._release()
+        if parts.relation.notice is not None:
+            self._announce(parts.relation)
+        if parts.commit_lsn != self.commit_lsn:
+            parts.begin(self.commit_lsn, self._transaction)
+        self._held_parts = parts
+        self._held_seq = seq
+        self._held_rows = [row]
+        self._held_bytes = size
+
+    def _announce(self, relation: CompiledRelation) -> None:
+        assert relation.notice is not None
+        self._append(relation.notice, ITEM_OVERHEAD)
+        relation.notice = None
+
+    def _release(self) -> None:
+        """Emit the held change as one that is not the last, and what was held behind it."""
+        self._emit_held(0)
+        if self._messages:
+            self._emit_messages(None)
+
+    def _emit_messages(self, end_lsn: int | None) -> None:
+        """Emit the held logical messages; `end_lsn` goes on the newest if it ends everything."""
+        messages, self._messages = self._messages, []
+        self._messages_bytes = 0
+        for place, message in enumerate(messages, start=1):
+            self._emit_message(message, end_lsn if place == len(messages) else None)
+
+    def _emit_held(self, end_lsn: int) -> None:
+        """Emit what is held back; with `end_lsn` it ends the transaction's changes."""
+        if self._held is not None:
+            self._emit_single(end_lsn)
+        elif self._held_parts is not None:
+            parts, rows = self._held_parts, self._held_rows
+            self._held_parts, self._held_rows = None, []
+            self._emit_rows(parts, self._held_seq, rows, end_lsn)
+
+    def _emit_single(self, end_lsn: int) -> None:
+        """Emit the held change; with `end_lsn` it is the last of its transaction."""
+        assert self._held is not None
+        parts, seq, msg_id, payload, body, count = self._held
+        self._held = None
+        if end_lsn and payload:
+            payload = self._encoder.with_end(payload, end_lsn)
+        headers = self._headers
+        if self._compress is not None and payload:
+            payload, headers = self._compress(parts.relation.token, payload)
+        size = len(payload)
+        if not size or size > self._limit:
+            row = self._encoder.row(body, count)
+            del body, payload
+            self._emit_reference(parts, seq, msg_id, row, end_lsn, packed=False)
+            return
+        self.out.append(
+            _new_tuple(
+                Outgoing,
+                (
+                    parts.subject, msg_id, headers, payload, parts.relation.token,
+                    self.commit_lsn, seq, 0, 0, 1, self._ts,
+                ),
+            )
+        )  # fmt: skip
+        size += ITEM_OVERHEAD
+        self.out_sizes.append(size)
+        self.out_bytes += size
+
+    def _emit_rows(self, parts: MessageParts, seq: int, rows: list[bytes], end_lsn: int) -> None:
+        """Emit rows as one message, or by halves, or a single one by way of the object store."""
+        msg_id = b"%b%d%b" % (parts.id_head, seq, self._id_tail)
+        if len(rows) == 1 and len(rows[0]) > self._room:
+            self._emit_reference(parts, seq, msg_id, rows[0], end_lsn, packed=True)
+            return
+        payload = self._encoder.rows(parts.shared, msg_id, seq, rows)
+        if end_lsn:
+            payload = self._encoder.with_end(payload, end_lsn)
+        if self._emit(parts, seq, msg_id, payload, len(rows)):
+            return
+        if len(rows) == 1:
+            self._emit_reference(parts, seq, msg_id, rows[0], end_lsn, packed=True)
+            return
+        middle = len(rows) // 2
+        self._emit_rows(parts, seq, rows[:middle], 0)
+        self._emit_rows(parts, seq + middle, rows[middle:], end_lsn)
+
+    def _emit(
+        self, parts: MessageParts, seq: int, msg_id: bytes, payload: bytes, rows: int
+    ) -> bool:
+        """Append one message; False if it is beyond the limit."""
+        headers = self._headers
+        if self._compress is not None:
+            payload, headers = self._compress(parts.relation.token, payload)
+        if len(payload) > self._limit:
+            return False
+        item = Outgoing(
+            parts.subject, msg_id, headers, payload, parts.relation.token, self.commit_lsn, seq,
+            0, 0, rows, self._ts,
+        )  # fmt: skip
+        self._append(item, len(payload))
+        return True
+
+    def _emit_reference(
+        self,
+        parts: MessageParts,
+        seq: int,
+        msg_id: bytes,
+        row: bytes,
+        end_lsn: int,
+        *,
+        packed: bool,
+    ) -> None:
+        """Send a row by way of the object store."""
+        name = f"{self._source}/{msg_id.decode()}"
+        encoder = self._encoder
+        body = encoder.body({"ref": self._reference(name, row)})
+        if packed:
+            payload = encoder.rows(parts.shared, msg_id, seq, [encoder.row(body, 1)])
+        else:
+            payload = encoder.event(parts.shared, msg_id, seq, body, 1)
+        if end_lsn:
+            payload = encoder.with_end(payload, end_lsn)
+        message = Outgoing(
+            parts.subject, msg_id, self._headers, payload, parts.relation.token, self.commit_lsn,
+            seq, 0, 0, 1, self._ts,
+        )  # fmt: skip
+        self._append(Oversized(name, row, message), len(row) + len(payload))
+
+    def _append(self, item: Item, size: int) -> None:
+        self.out.append(item)
+        self.out_sizes.append(size + ITEM_OVERHEAD)
+        self.out_bytes += size + ITEM_OVERHEAD
+
+    def _reference(self, name: str, content: bytes) -> dict[str, Any]:
+        return {
+            "bucket": self._objects_bucket,
+            "name": name,
+            "size": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+
+    def _other(self, message: Any) -> None:
+        if isinstance(message, Begin):
+            self._begin(message)
+        elif isinstance(message, Commit):
+            self._commit(message)
+        elif isinstance(message, Truncate):
+            self._truncate(message)
+        elif isinstance(message, LogicalMessage):
+            self._logical_message(message)
+        elif not isinstance(message, Origin | Type):
+            raise ProtocolError(f"unexpected message {type(message).__name__}")
+
+    def _begin(self, message: Begin) -> None:
+        if self.in_transaction:
+            raise ProtocolError("a transaction began inside another")
+        lsn = message.final_lsn
+        if lsn <= self.commit_lsn:
+            raise ProtocolError(
+                f"commit {format_lsn(lsn)} came after {format_lsn(self.commit_lsn)}"
+            )
+        resume = self._resume
+        if self._reappear and lsn >= resume.commit_lsn:
+            self.expect_history(lsn)
+            if resume.ts and resume.ts != message.commit_time:
+                raise self._broken(lsn)
+            self._reappear = False
+        self.in_transaction = True
+        self.commit_lsn = lsn
+        self._xid = message.xid
+        self._ts = message.commit_time
+        self._transaction = self._encoder.fragment(
+            {"lsn": lsn, "xid": message.xid, "ts": message.commit_time}
+        )
+        self._seq = 0
+        self._ordinal = 0
+        self._impossible = resume.commit_lsn < lsn < resume.nothing_before
+        self._skip_all = lsn < resume.commit_lsn or self._impossible
+        same = lsn == resume.commit_lsn
+        self._skip_seq = resume.next_seq if same else 0
+        self._skip_ordinal = resume.next_ordinal if same else 0
+        self._skipping = self._skip_all or same
+        self._touched = {}
+        self._last_relation = None
+
+    def expect_history(self, lsn: int) -> None:
+        """Raise where the log has passed the recorded transaction without showing it."""
+        if self._reappear and lsn > self._resume.commit_lsn:
+            raise self._broken(self._resume.commit_lsn)
+
+    @staticmethod
+    def _broken(lsn: int) -> HistoryBroken:
+        return HistoryBroken(
+            f"this server's history at {format_lsn(lsn)} is not the one that the stream records "
+            "(restored from a backup?); consumers need a new bootstrap: start with "
+            "--on-gap=new-epoch"
+        )
+
+    def _commit(self, message: Commit) -> None:
+        if not self.in_transaction or message.commit_lsn != self.commit_lsn:
+            raise ProtocolError("a commit does not belong to the transaction before it")
+        mark = len(self.out)
+        if not self._skip_all:
+            changes = self._seq
+            self._emit_held(message.end_lsn)
+            if self._messages:
+                self._emit_messages(message.end_lsn)
+            last = self._last_relation
+            tables = list(self._touched)
+            for token, relation in self._touched.items():
+                if last is not None and token != last.token:
+                    self._commit_notice(relation, tables, changes, message.end_lsn)
+        if len(self.out) > mark:
+            self.out[-1] = _with_end(self.out[-1], message.end_lsn)
+        self.in_transaction = False
+        self.complete_lsn = message.end_lsn
+
+    def _commit_notice(
+        self, relation: CompiledRelation, tables: list[str], changes: int, end_lsn: int
+    ) -> None:
+        seq = self._seq
+        self._seq = seq + 1
+        if seq < self._skip_seq:
+            return
+        parts = relation.commit
+        if parts.commit_lsn != self.commit_lsn:
+            parts.begin(self.commit_lsn, self._transaction)
+        msg_id = b"%b%d%b" % (parts.id_head, seq, self._id_tail)
+        fields: dict[str, Any] = {
+            "msg_id": msg_id.decode(),
+            "seq": seq,
+            "tables": tables,
+            "changes": changes,
+            "end_lsn": end_lsn,
+        }
+        message = self._encoder.message
+        if not self._emit(parts, seq, msg_id, message(SHARED_FIELDS, parts.shared, fields), 0):
+            # So many that their names alone exceed a message; whoever needs them counts the ends.
+            del fields["tables"]
+            self._emit(parts, seq, msg_id, message(SHARED_FIELDS, parts.shared, fields), 0)
+
+    def _truncate(self, message: Truncate) -> None:
+        if self._skip_all:
+            if self._impossible:
+                raise self._broken(self.commit_lsn)
+            return
+        for relation_id in message.relation_ids:
+            relation = self.relations.get(relation_id)
+            if relation is None:
+                raise ProtocolError("PostgreSQL truncated a relation it has not described")
+            seq = self._seq
+            self._seq = seq + 1
+            self._last_relation = relation
+            self._touched[relation.token] = relation
+            if seq < self._skip_seq:
+                continue
+            self._release()
+            fields = {
+                "data": {},
+                "cascade": message.cascade,
+                "restart_identity": message.restart_identity,
+            }
+            self._take_single(relation.truncate, seq, self._encoder.body(fields), len(fields), 0)
+
+    def _logical_message(self, message: LogicalMessage) -> None:
+        if not message.transactional or self._skip_all:
+            if message.transactional and self._impossible:
+                raise self._broken(self.commit_lsn)
+            return
+        if not self.in_transaction:
+            raise ProtocolError("a transactional message came outside a transaction")
+        ordinal = self._ordinal
+        self._ordinal = ordinal + 1
+        if ordinal < self._skip_ordinal:
+            return
+        self._messages.append((message.prefix, ordinal, self._seq, message.content))
+        self._messages_bytes += len(message.content) + ITEM_OVERHEAD
+        nothing_held = self._held is None and self._held_parts is None
+        if nothing_held or self._messages_bytes > HELD_MESSAGE_BYTES:
+            # Too much to hold back behind one change: these go ahead of it. Readers lose nothing,
+            # messages and changes are numbered apart. The newest stays, it may be the end.
+            newest = self._messages.pop()
+            for earlier in self._messages:
+                self._emit_message(earlier, None)
+            self._messages = [newest]
+            self._messages_bytes = len(message.content) + ITEM_OVERHEAD
+
+    def _emit_message(self, message: tuple[str, int, int, bytes], end_lsn: int | None) -> None:
+        prefix, ordinal, seq, content = message
+        token = f"$message.{escape_token(prefix)}"
+        subject = self._subjects.message(prefix)
+        msg_id = f"{self.commit_lsn:x}-{token}-message-{ordinal}{self._id_tail.decode()}"
+        fields: dict[str, Any] = {
+            "v": 1,
+            "source": self._source,
+            "epoch": self._epoch,
+            "operation": "MESSAGE",
+            "prefix": prefix,
+            "msg_id": msg_id,
+            "subject": subject,
+            "lsn": self.commit_lsn,
+            "xid": self._xid,
+            "seq": seq,
+            "ordinal": ordinal,
+            "ts": self._ts,
+        }
+        if end_lsn is not None:
+            fields["end_lsn"] = end_lsn
+        try:
+            body: dict[str, Any] = {"data": content.decode(), "encoding": "utf8"}
+        except UnicodeDecodeError:
+            body = {"data": content, "encoding": self._encoder.binary}
+        payload = self._encoder.document({**fields, **body})
+        stored = b""
+        if len(payload) > self._room:
+            stored = self._encoder.document(body)
+            reference = self._reference(f"{self._source}/{msg_id}", stored)
+            payload = self._encoder.document({**fields, "ref": reference})
+        small = Outgoing(
+            subject.encode("ascii"), msg_id.encode(), self._headers, payload, token,
+            self.commit_lsn, None, ordinal, 0, 1, self._ts,
+        )  # fmt: skip
+        item = Oversized(f"{self._source}/{msg_id}", stored, small) if stored else small
+        self._append(item, len(stored) + len(payload))
+
+
+def _with_end(item: Item, end_lsn: int) -> Item:
+    if isinstance(item, Outgoing):
+        return item._replace(end_lsn=end_lsn)
+    assert isinstance(item, Oversized)
+    return Oversized(item.name, item.content, item.message._replace(end_lsn=end_lsn))

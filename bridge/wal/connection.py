@@ -1,0 +1,352 @@
+"""Connections to PostgreSQL; the only module that touches psycopg.pq.
+
+`ReplicationConnection` speaks the streaming replication protocol over libpq in COPY_BOTH mode,
+`connect_catalog` gives an ordinary connection for questions about the catalog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from bridge.errors import Retryable, SettingsError, SourceError
+from bridge.wal.framing import build_status_update
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bridge.config import Settings
+
+# Values must read the same in events and snapshots, whatever the server's defaults.
+SESSION_SETTINGS: Mapping[str, str] = {
+    "DateStyle": "ISO",
+    "TimeZone": "UTC",
+    "IntervalStyle": "postgres",
+    "extra_float_digits": "1",
+    "bytea_output": "hex",
+    "row_security": "off",
+}
+WAL_SENDER_TIMEOUT_MS = 8000
+CONNECT_TIMEOUT_SECONDS = 10
+
+# What libpq says before there is a session, and so without a code.
+_FATAL_TEXTS = (
+    ("password authentication failed", "28P01"),
+    ("no password supplied", "28P01"),
+    ("no pg_hba.conf entry", "28000"),
+    ("is not permitted to log in", "28000"),
+    ("must be superuser or replication role", "42501"),
+    ("permission denied", "42501"),
+    ("server does not support SSL", "ssl"),
+    ("invalid sslmode value", "ssl"),
+    ("certificate", "ssl"),
+)
+_FATAL_SQLSTATES = {
+    "28000": "check user, database and pg_hba.conf",
+    "28P01": "check POSTGRES_BRIDGE_PASSWORD or DATABASE_URL",
+    "3D000": "create the database or correct PG_DB / DATABASE_URL",
+    "42501": "grant the role what it lacks; `bridge check --fix-sql` prints the statements",
+    "0A000": "see the server's message",
+    "ssl": "check PGSSLMODE, PGSSLROOTCERT, PGSSLCERT and PGSSLKEY, or DATABASE_URL",
+}
+
+
+def conninfo_of(settings: Settings) -> str:
+    """The libpq connection string for these settings, session settings included."""
+    parts = {
+        "host": "pg_host",
+        "port": "pg_port",
+        "dbname": "pg_db",
+        "user": "pg_user",
+        "password": "pg_password",
+    }
+    parameters: dict[str, Any]
+    if settings.database_url:
+        try:
+            parameters = conninfo_to_dict(settings.database_url)
+        except psycopg.ProgrammingError as error:
+            raise SettingsError(
+                "DATABASE_URL is not a connection string; "
+                "write it as postgresql://user:password@host:5432/database"
+            ) from error
+        parts = {
+            key: name for key, name in parts.items() if settings.outranks(name, "database_url")
+        }
+    else:
+        parameters = {}
+    parameters |= {key: getattr(settings, name) for key, name in parts.items()}
+    for key in ("sslmode", "sslrootcert", "sslcert", "sslkey"):
+        value = getattr(settings, f"pg_{key}")
+        if value:
+            parameters.setdefault(key, value)
+    given = {key: value for key, value in parameters.items() if value not in ("", None)}
+    given.setdefault("connect_timeout", CONNECT_TIMEOUT_SECONDS)
+    given.setdefault("application_name", f"tailrace {settings.slot}".strip())
+    given["client_encoding"] = "UTF8"
+    given["options"] = _options(SESSION_SETTINGS, str(given.get("options", "")))
+    return make_conninfo("", **{key: str(value) for key, value in given.items()})
+
+
+def _options(settings: Mapping[str, str], before: str = "") -> str:
+    ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
+    return f"{before} {ours}".strip()
+
+
+def explain(error: psycopg.Error, doing: str) -> Exception:
+    """Turn a driver error into one that says what to do: repair, or wait and retry."""
+    state = error.sqlstate or ""
+    text = " ".join(str(error).split())
+    if not state:
+        for mark, code in _FATAL_TEXTS:
+            if mark in text:
+                state = code
+        if "database" in text and "does not exist" in text:
+            state = "3D000"
+        if "role" in text and "does not exist" in text:
+            state = "28000"
+    if state in _FATAL_SQLSTATES:
+        return SourceError(f"{doing}: {text}; {_FATAL_SQLSTATES[state]}")
+    return Retryable(f"{doing}: {text}")
+
+
+async def connect_catalog(conninfo: str) -> psycopg.AsyncConnection[tuple[Any, ...]]:
+    """An ordinary connection in autocommit mode."""
+    try:
+        return await psycopg.AsyncConnection.connect(
+            conninfo, autocommit=True, prepare_threshold=None
+        )
+    except psycopg.Error as error:
+        raise explain(error, "cannot connect to PostgreSQL") from error
+
+
+class ReplicationConnection:
+    """One walsender session: commands first, then streaming in both directions.
+
+    All methods belong to one task, except `send_status`, which any task of the same loop may call.
+    """
+
+    def __init__(self, pgconn: pq.abc.PGconn) -> None:
+        self._pgconn = pgconn
+        self._loop = asyncio.get_running_loop()
+        self.get_copy_data = pgconn.get_copy_data
+        self._closed = False
+        self._waiting: asyncio.Future[None] | None = None
+        self._watched = -1
+        """The socket as long as the event loop looks after it, else -1."""
+
+    @classmethod
+    async def connect(cls, conninfo: str) -> ReplicationConnection:
+        parameters = conninfo_to_dict(conninfo)
+        options = _options(
+            {"wal_sender_timeout": str(WAL_SENDER_TIMEOUT_MS)}, str(parameters.get("options", ""))
+        )
+        target = make_conninfo(conninfo, replication="database", options=options)
+        try:
+            # psycopg's own connection does the waiting, the timeouts and the host list.
+            connection = await psycopg.AsyncConnection.connect(target, autocommit=True)
+        except psycopg.Error as error:
+            raise explain(error, "cannot open a replication connection") from error
+        self = cls(connection.pgconn)
+        self._keep = connection
+        return self
+
+    _keep: psycopg.AsyncConnection[tuple[Any, ...]]
+
+    @property
+    def backend_pid(self) -> int:
+        """Process id of the walsender."""
+        return self._pgconn.backend_pid
+
+    async def command(self, text: str) -> list[tuple[str | None, ...]]:
+        """Run one replication command that answers with rows."""
+        result = await self._execute(text)
+        if result.status != pq.ExecStatus.TUPLES_OK:
+            raise self._failure(result, text.split(maxsplit=1)[0])
+        return [
+            tuple(
+                None if (value := result.get_value(row, column)) is None else value.decode()
+                for column in range(result.nfields)
+            )
+            for row in range(result.ntuples)
+        ]
+
+    async def start_streaming(self, slot: str, publication: str, origin: str) -> None:
+        """START_REPLICATION at the position the slot itself holds."""
+        name = publication.replace('"', '""').replace("'", "''")
+        options = f"proto_version '1', publication_names '\"{name}\"', messages 'true'"
+        if origin == "none":
+            options += ", origin 'none'"
+        result = await self._execute(f'START_REPLICATION SLOT "{slot}" LOGICAL 0/0 ({options})')
+        if result.status != pq.ExecStatus.COPY_BOTH:
+            raise self._failure(result, "START_REPLICATION")
+
+    async def _execute(self, text: str) -> pq.abc.PGresult:
+        pgconn = self._pgconn
+        try:
+            pgconn.send_query(text.encode())
+            while pgconn.flush():
+                await self._ready(writable=True)
+            while True:
+                pgconn.consume_input()
+                if not pgconn.is_busy():
+                    break
+                await self._ready()
+            result = pgconn.get_result()
+            if result is None:
+                raise Retryable("PostgreSQL closed the replication connection")
+            if result.status != pq.ExecStatus.COPY_BOTH:
+                while pgconn.is_busy():
+                    await self._ready()
+                    pgconn.consume_input()
+                while pgconn.get_result() is not None:
+                    pass
+        except psycopg.Error as error:
+            raise Retryable(
+                f"replication connection lost: {' '.join(str(error).split())}"
+            ) from error
+        return result
+
+    def _failure(self, result: pq.abc.PGresult, doing: str) -> Exception:
+        raw = result.error_field(pq.DiagnosticField.SQLSTATE)
+        state = raw.decode() if raw else ""
+        message = " ".join(result.error_message.decode(errors="replace").split())
+        return ReplicationRefused(doing, state, message)
+
+    async def _ready(self, *, writable: bool = False) -> None:
+        """Wait until the socket can be read, or also written."""
+        self.unwatch()
+        future: asyncio.Future[None] = self._loop.create_future()
+        descriptor = self._pgconn.socket
+
+        def set_ready() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self._loop.add_reader(descriptor, set_ready)
+        if writable:
+            self._loop.add_writer(descriptor, set_ready)
+        try:
+            await future
+        finally:
+            self._loop.remove_reader(descriptor)
+            if writable:
+                self._loop.remove_writer(descriptor)
+
+    async def wait_readable(self) -> None:
+        """Wait for more from the server, or for `wake`.
+
+        Call only after everything buffered was taken. The socket stays with the event loop between
+        two waits, unless more comes than anybody waits for.
+        """
+        self._waiting = self._loop.create_future()
+        if self._watched < 0:
+            self._watched = self._pgconn.socket
+            self._loop.add_reader(self._watched, self._note_readable)
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+
+    def wake(self) -> None:
+        """End the wait that is under way, if there is one."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _note_readable(self) -> None:
+        if self._waiting is None or self._waiting.done():
+            self.unwatch()
+        else:
+            self._waiting.set_result(None)
+
+    def unwatch(self) -> None:
+        """Take the socket from the event loop.
+
+        Whoever sees libpq fail does so at once: the socket is closed by then, and the next
+        connection's may have the same number.
+        """
+        if self._watched >= 0:
+            self._loop.remove_reader(self._watched)
+            self._watched = -1
+
+    def consume_input(self) -> None:
+        """Move what the socket holds into libpq's buffer."""
+        try:
+            self._pgconn.consume_input()
+        except psycopg.Error as error:
+            self.unwatch()
+            raise Retryable(
+                f"replication connection lost: {' '.join(str(error).split())}"
+            ) from error
+
+    def end_of_stream(self) -> Exception:
+        """Why the server ended the stream."""
+        self.unwatch()
+        try:
+            result = self._pgconn.get_result()
+        except psycopg.Error as error:
+            return Retryable(f"replication connection lost: {' '.join(str(error).split())}")
+        if result is not None and result.error_message:
+            return self._failure(result, "streaming")
+        return Retryable("PostgreSQL ended the replication stream")
+
+    def send_status(
+        self, received_lsn: int, confirmed_lsn: int, *, reply_requested: bool = False
+    ) -> None:
+        """Tell PostgreSQL how far everything is stored; never waits."""
+        if self._closed:
+            return
+        update = build_status_update(
+            written_lsn=max(received_lsn, confirmed_lsn),
+            flushed_lsn=confirmed_lsn,
+            applied_lsn=confirmed_lsn,
+            send_time_us=time.time_ns() // 1000,
+            reply_requested=reply_requested,
+        )
+        try:
+            self._pgconn.put_copy_data(update)
+            self._pgconn.flush()
+        except psycopg.Error as error:
+            self.unwatch()
+            raise Retryable(
+                f"replication connection lost: {' '.join(str(error).split())}"
+            ) from error
+
+    async def finish(self) -> None:
+        """Leave streaming in good order, so that the slot is free at once."""
+        if self._closed:
+            return
+        try:
+            self._pgconn.put_copy_end()
+            self._pgconn.flush()
+            async with asyncio.timeout(2):
+                while True:
+                    count, _ = self._pgconn.get_copy_data(1)
+                    if count == 0:
+                        await self._ready()
+                        self._pgconn.consume_input()
+                    elif count < 0:
+                        break
+        except (psycopg.Error, TimeoutError):
+            pass
+        await self.close()
+
+    async def close(self) -> None:
+        """Drop the connection."""
+        if not self._closed:
+            self._closed = True
+            self.unwatch()
+            await self._keep.close()
+
+
+class ReplicationRefused(Exception):
+    """The server answered a replication command with an error."""
+
+    def __init__(self, doing: str, sqlstate: str, message: str) -> None:
+        super().__init__(f"{doing}: {message}")
+        self.sqlstate = sqlstate
+        self.message = message

@@ -1,0 +1,325 @@
+"""The way in: one connection to a deployment, and everything that can be asked of it."""
+
+from __future__ import annotations
+
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import nats.errors
+import nats.js.errors
+
+from consumer_sdk.changes import ChangeFeed
+from consumer_sdk.connection import LogConnection, open_connection
+from consumer_sdk.decoder import EventDecoder, Stored
+from consumer_sdk.errors import CorruptData, NotAvailable, UsageError
+from consumer_sdk.log import LogReader
+from consumer_sdk.objects import fetch_object
+from consumer_sdk.progress import Progress, decode_progress
+from consumer_sdk.pull import PullConsumer
+from consumer_sdk.schema import SchemaBook, TableName, resolve_table
+from consumer_sdk.settings import NatsSettings
+from consumer_sdk.starting_point import After, StartingPoint, find_starting_point
+from consumer_sdk.stream import get_message, stream_bounds
+from consumer_sdk.transactions import Transaction, TransactionBuilder
+from consumer_sdk.wire.subjects import table_token
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+
+    from nats.js import JetStreamContext
+
+    from consumer_sdk.snapshot import Snapshot
+    from consumer_sdk.snapshot_request import SnapshotProgress
+    from consumer_sdk.wire.column_types import TableSchema
+    from consumer_sdk.wire.position import Position
+
+DEFAULT_MAX_BATCH = 1000
+
+
+@asynccontextmanager
+async def connect(
+    servers: str | Sequence[str] | None = None,
+    *,
+    prefix: str | None = None,
+    settings: NatsSettings | None = None,
+    timeout: float | None = 10.0,
+) -> AsyncIterator[Client]:
+    """Connect to NATS; what is not given comes from the environment.
+
+    Waits up to `timeout` seconds for the server (None: for ever), then raises NotAvailable. Once
+    connected, a lost connection is restored for ever, 2 seconds apart.
+    """
+    if settings is None:
+        settings = NatsSettings.resolve(servers, prefix=prefix)
+    connection = await open_connection(settings, timeout)
+    try:
+        yield Client(connection, settings)
+    finally:
+        await connection.close()
+
+
+class Client:
+    """A deployment of tailrace as seen by its consumers."""
+
+    def __init__(self, nc: LogConnection, settings: NatsSettings) -> None:
+        self.nc = nc
+        self.settings = settings
+        self.subjects = settings.subjects()
+        self.js: JetStreamContext = nc.jetstream()
+        self._schemas = SchemaBook(nc, self.subjects.schemas_bucket)
+        self._dictionaries: dict[str, bytes] = {}
+
+    # schemas
+
+    async def schema(self, table: TableName) -> TableSchema:
+        """The newest schema of a table; UnknownTable names similar ones."""
+        return await self._schemas.get(table)
+
+    async def tables(self) -> list[TableSchema]:
+        """The newest schema of every published table, sorted by name."""
+        return await self._schemas.all()
+
+    def watch_schemas(self) -> AsyncGenerator[TableSchema, None]:
+        """Every schema now, then each new version as it is published; never ends."""
+        return self._schemas.watch()
+
+    async def find_schema(self, token: str) -> TableSchema | None:
+        """The newest schema by the table's token in subjects, None if there is none."""
+        return await self._schemas.find(token)
+
+    async def progress(self, source: str) -> Progress | None:
+        """How far a source has got, as it last said itself; None if it never said anything."""
+        subjects = self.subjects
+        bucket = subjects.bridge_bucket
+        # The newest is also kept in the bucket, because retention takes it from the stream.
+        frames = [
+            await get_message(
+                self.nc, subjects.cdc_stream, {"last_by_subj": subjects.progress(source)}
+            ),
+            await get_message(
+                self.nc, f"KV_{bucket}", {"last_by_subj": f"$KV.{bucket}.progress.{source}"}
+            ),
+        ]
+        found = [decode_progress(frame) for frame in frames if frame is not None and frame.payload]
+        return max(found, key=lambda one: (one.epoch, one.lsn), default=None)
+
+    # snapshots
+
+    async def snapshot(
+        self,
+        table: TableName,
+        *,
+        fresh: bool = False,
+        columns: Sequence[str] | None = None,
+        format: str | None = None,  # noqa: A002
+        zstd: bool | None = None,
+        progress: Callable[[SnapshotProgress], None] | None = None,
+        stall_timeout: float = 60.0,
+    ) -> Snapshot:
+        """A complete snapshot of a table: a retained one if still valid, else a new one.
+
+        `fresh` asks for a new one in any case. Raises NotAvailable if no bridge answers,
+        SnapshotFailed if it refuses, fails, or makes no progress for `stall_timeout` seconds.
+        """
+        from consumer_sdk.snapshot_request import take_snapshot
+
+        return await take_snapshot(
+            self,
+            table,
+            fresh=fresh,
+            columns=columns,
+            chunk_format=format,
+            zstd=zstd,
+            progress=progress,
+            stall_timeout=stall_timeout,
+        )
+
+    # changes
+
+    def feed(
+        self,
+        tables: Sequence[TableName] | None,
+        start_sequence: int,
+        *,
+        extra_subjects: Sequence[str] = (),
+        max_batch: int = DEFAULT_MAX_BATCH,
+        created: int | None = None,
+        lenient_start: bool = False,
+        after: Mapping[tuple[str, int], Position] | None = None,
+        timeout: float | None = None,
+    ) -> ChangeFeed:
+        """Events from a stream sequence on, of some tables or (None) of everything.
+
+        `created` names the stream expected, `after` the positions by source and epoch at or before
+        which events are dropped; `lenient_start` accepts that the start has been trimmed away;
+        `timeout` limits how long a lost connection is waited for. Nothing happens before the first
+        batch is asked for.
+        """
+        consumer = PullConsumer(
+            self.nc,
+            self.subjects.cdc_stream,
+            filters=self.filters(tables, extra_subjects),
+            start_sequence=start_sequence,
+            created=created,
+            lenient_start=lenient_start,
+            timeout=timeout,
+        )
+        return ChangeFeed(consumer, self.decoder(), max_batch=max_batch, after=after)
+
+    @overload
+    def changes(
+        self,
+        tables: Sequence[TableName] | None = None,
+        *,
+        after: After = "now",
+        as_events: Literal[False] = False,
+        messages: bool = False,
+    ) -> AsyncGenerator[Transaction, None]: ...
+
+    @overload
+    def changes(
+        self,
+        tables: Sequence[TableName] | None = None,
+        *,
+        after: After = "now",
+        as_events: Literal[True],
+        messages: bool = False,
+    ) -> AsyncGenerator[Stored, None]: ...
+
+    def changes(
+        self,
+        tables: Sequence[TableName] | None = None,
+        *,
+        after: After = "now",
+        as_events: bool = False,
+        messages: bool = False,
+    ) -> AsyncGenerator[Transaction, None] | AsyncGenerator[Stored, None]:
+        """Changes of some tables, or of all, as whole transactions or as single events; never ends.
+
+        `after` is "now", "start" (everything retained), a stream sequence, a datetime, or a mapping
+        from source to the SourcePosition of the last event seen. `messages` adds the logical
+        messages of pg_logical_emit_message. A huge transaction is held in memory until it ends:
+        read `as_events` where that does not fit.
+        """
+        if as_events:
+            return self._change_events(tables, after, messages)
+        return self._change_transactions(tables, after, messages)
+
+    async def _change_transactions(
+        self, tables: Sequence[TableName] | None, after: After, messages: bool
+    ) -> AsyncGenerator[Transaction, None]:
+        start = await self._start(after)
+        builder = TransactionBuilder(start.cut)
+        async with aclosing(self._stored(tables, start, messages, progress=messages)) as events:
+            async for stored in events:
+                for transaction in builder.push(stored):
+                    yield transaction
+
+    async def _change_events(
+        self, tables: Sequence[TableName] | None, after: After, messages: bool
+    ) -> AsyncGenerator[Stored, None]:
+        start = await self._start(after)
+        async with aclosing(self._stored(tables, start, messages, progress=False)) as events:
+            async for stored in events:
+                yield stored
+
+    async def messages(
+        self, prefix: str | None = None, *, after: After = "now"
+    ) -> AsyncGenerator[Stored, None]:
+        """Logical messages with one prefix, or all of them; never ends."""
+        subject = self.subjects.message_all if prefix is None else self.subjects.message(prefix)
+        start = await self._start(after)
+        async with self._feed_from(start, [], [subject]) as feed:
+            async for batch in feed:
+                for stored in batch:
+                    yield stored
+
+    async def _stored(
+        self,
+        tables: Sequence[TableName] | None,
+        start: StartingPoint,
+        messages: bool,
+        progress: bool,
+    ) -> AsyncGenerator[Stored, None]:
+        unwanted = set()
+        if not messages:
+            unwanted.add("MESSAGE")
+        if not progress:
+            unwanted.add("PROGRESS")
+        extra = [self.subjects.message_all] if messages else []
+        if progress:
+            extra.append(self.subjects.progress_all)
+        async with self._feed_from(start, tables, extra) as feed:
+            async for batch in feed:
+                for stored in batch:
+                    if stored.event.operation not in unwanted:
+                        yield stored
+
+    def _feed_from(
+        self, start: StartingPoint, tables: Sequence[TableName] | None, extra: Sequence[str]
+    ) -> ChangeFeed:
+        return self.feed(
+            tables,
+            start.sequence,
+            extra_subjects=extra,
+            created=start.created,
+            lenient_start=start.lenient,
+            after=start.after,
+        )
+
+    async def _start(self, after: After) -> StartingPoint:
+        bounds = await stream_bounds(self.nc, self.subjects.cdc_stream)
+        return await find_starting_point(self.nc, self.subjects, self.decoder(), bounds, after)
+
+    # the log by sequence
+
+    def log(self) -> LogReader:
+        """Bounded random access to the change log."""
+        return LogReader(self.nc, self.subjects.cdc_stream, self.subjects.cdc_all, self.decoder())
+
+    # shared by the readers
+
+    def filters(
+        self, tables: Sequence[TableName] | None, extra_subjects: Sequence[str] = ()
+    ) -> list[str]:
+        """Subjects that hold everything about the tables, without overlaps."""
+        if tables is None:
+            return [self.subjects.cdc_all]
+        own = [self.subjects.table_filter(table_token(*resolve_table(table))) for table in tables]
+        filters = list(dict.fromkeys([*own, *extra_subjects]))
+        if not filters:
+            raise UsageError("no table is named; None stands for all of them")
+        return filters
+
+    def decoder(self) -> EventDecoder:
+        """A decoder that fetches dictionaries, wide rows and schemas over this connection."""
+        return EventDecoder(
+            self.subjects,
+            fetch_dictionary=self.dictionary,
+            fetch_object=self.fetch_object,
+            fetch_schema=self._schemas.find,
+        )
+
+    async def fetch_object(self, ref: dict[str, Any]) -> bytes:
+        """The content of a row kept outside its message, verified."""
+        return await fetch_object(self.js, self.subjects.objects_bucket, ref)
+
+    async def dictionary(self, dictionary_id: str) -> bytes:
+        """A zstd dictionary by its id; kept for the life of the client."""
+        known = self._dictionaries.get(dictionary_id)
+        if known is not None:
+            return known
+        try:
+            store = await self.js.key_value(self.subjects.dicts_bucket)
+            entry = await store.get(dictionary_id)
+        except (nats.js.errors.NotFoundError, nats.js.errors.InvalidKeyError) as error:
+            raise CorruptData(
+                f"zstd dictionary {dictionary_id!r} is not in {self.subjects.dicts_bucket}"
+            ) from error
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            raise NotAvailable(
+                f"zstd dictionary cannot be read: {self.nc.explain(error)}"
+            ) from error
+        content = entry.value or b""
+        self._dictionaries[dictionary_id] = content
+        return content

@@ -1,0 +1,1 @@
+"""The commands of `cdc`, one module each."""

@@ -1,0 +1,114 @@
+"""`cdc snapshot`: a whole table, into a file or onto standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.commands.files import open_writer
+from consumer_sdk.commands.options import add_nats_options, open_client, seconds
+from consumer_sdk.commands.terminal import ProgressBar, printable
+from consumer_sdk.wire.column_types import Column
+from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    import argparse
+
+    from consumer_sdk.snapshot import Snapshot
+    from consumer_sdk.snapshot_request import SnapshotProgress
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "snapshot",
+        help="a whole table, consistent and verified",
+        description="Request a snapshot of a table, or reuse a retained one that is still valid, "
+        "and verify it. TABLE is written as in SQL.",
+    )
+    parser.add_argument("table", metavar="TABLE")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write the rows to FILE.jsonl, FILE.csv or FILE.parquet; - for lines on stdout",
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="ask for a new one even if one is retained"
+    )
+    parser.add_argument("--columns", metavar="A,B", help="only these columns, separated by commas")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument(
+        "--stall-timeout",
+        metavar="SECONDS",
+        type=seconds,
+        default=60.0,
+        help="give up when nothing has happened for so long, default 60",
+    )
+    add_nats_options(parser)
+    parser.set_defaults(run=take)
+
+
+async def take(arguments: argparse.Namespace) -> int:
+    """Take a snapshot, write its rows, print what it is."""
+    writer = open_writer(arguments.out)
+    bar = ProgressBar(f"snapshot of {arguments.table}")
+
+    def on_progress(progress: SnapshotProgress) -> None:
+        waiting = "; ".join(progress.waiting_for)
+        note = f"waits for {waiting}" if waiting else progress.state
+        bar.show(progress.rows, progress.estimated_rows, note)
+
+    wanted = arguments.columns.split(",") if arguments.columns else None
+    try:
+        async with open_client(arguments) as client:
+            snapshot = await client.snapshot(
+                arguments.table,
+                fresh=arguments.fresh,
+                columns=wanted,
+                progress=on_progress,
+                stall_timeout=arguments.stall_timeout,
+            )
+            meta = snapshot.meta
+            writer.begin([Column.from_document(one) for one in meta.columns])
+            rows = 0
+            async for chunk in snapshot.chunks():
+                writer.write(chunk)
+                rows += len(chunk)
+                bar.show(rows, meta.row_count, "reading")
+        writer.finish()
+    finally:
+        bar.clear()
+        writer.abandon()
+    # Rows on standard output must stay alone there.
+    stream = sys.stderr if arguments.out == "-" else sys.stdout
+    print(_summary(snapshot, arguments), file=stream)
+    return 0
+
+
+def _summary(snapshot: Snapshot, arguments: argparse.Namespace) -> str:
+    meta = snapshot.meta
+    if arguments.json:
+        return json.dumps(
+            {
+                "snapshot_id": meta.snapshot_id,
+                "schema": meta.schema,
+                "table": meta.table,
+                "source": meta.source,
+                "epoch": meta.epoch,
+                "lsn": format_lsn(meta.snapshot_lsn),
+                "rows": meta.row_count,
+                "chunks": meta.batch_count,
+                "cdc_seq": meta.cdc_seq,
+                "reused": snapshot.reused,
+                "out": arguments.out,
+            },
+            ensure_ascii=False,
+        )
+    table = printable(format_table_name(meta.schema, meta.table))
+    where = f" in {arguments.out}" if arguments.out not in (None, "-") else ""
+    return (
+        f"{table}: {meta.row_count:,} rows{where}, verified; snapshot {meta.snapshot_id} at "
+        f"{format_lsn(meta.snapshot_lsn)}, {'reused' if snapshot.reused else 'new'}"
+    )

@@ -1,0 +1,117 @@
+"""What a terminal gets and a pipe does not: colours and a progress bar."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING, Final, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_CODES: Final = {
+    "green": "32",
+    "yellow": "33",
+    "red": "31",
+    "magenta": "35",
+    "cyan": "36",
+    "dim": "2",
+    "bold": "1",
+}
+_REDRAW_SECONDS: Final = 0.1
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody watches the stream."""
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def wants_colour(stream: TextIO) -> bool:
+    """Whether colours are fine: a terminal, not a dumb one, and NO_COLOR unset or empty."""
+    return (
+        is_terminal(stream)
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM", "") != "dumb"
+    )
+
+
+class Paint:
+    """Colours text, or leaves it alone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._on = wants_colour(stream)
+
+    def __call__(self, colour: str, text: str) -> str:
+        return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self._on else text
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal: whatever is not printable is written as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+    """Lines in which the cells of each column begin at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+class ProgressBar:
+    """One line on a terminal that redraws itself; nothing at all elsewhere."""
+
+    def __init__(self, label: str, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._label = printable(label)
+        self._shown = is_terminal(self._stream)
+        self._drawn_at = 0.0
+
+    def show(self, done: int, total: int | None, note: str = "") -> None:
+        """Draw the state; drawing too often is skipped."""
+        now = time.monotonic()
+        finished = total is not None and done >= total
+        if not self._shown or (now - self._drawn_at < _REDRAW_SECONDS and not finished):
+            return
+        self._drawn_at = now
+        room = max(20, self._columns() - 1)
+        line = f"{self._label} {_bar(done, total)} {done:,}"
+        if total:
+            line += f" of {total:,}"
+        if note:
+            line += f"  {printable(note)}"
+        self._stream.write("\r\x1b[K" + line[:room])
+        self._stream.flush()
+
+    def _columns(self) -> int:
+        # Of the terminal that is drawn on: standard output may be a file meanwhile.
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError):
+            return shutil.get_terminal_size().columns
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown and self._drawn_at:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def _bar(done: int, total: int | None, width: int = 24) -> str:
+    if not total:
+        return "[" + "·" * width + "]"
+    filled = min(width, done * width // total)
+    return "[" + "█" * filled + "·" * (width - filled) + "]"

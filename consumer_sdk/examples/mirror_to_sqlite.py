@@ -1,0 +1,17 @@
+"""Keep tables in an SQLite file: python -m consumer_sdk.examples.mirror_to_sqlite shop.db users"""
+
+import asyncio
+import sys
+
+from consumer_sdk import connect
+from consumer_sdk.mirror import mirror
+
+
+async def keep(path: str, tables: list[str]) -> None:
+    """Load the tables (all without names), then apply every transaction as one transaction."""
+    async with connect() as client:
+        await mirror(client, tables or None, into=f"sqlite:///{path}")
+
+
+if __name__ == "__main__":
+    asyncio.run(keep(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,39 @@
+"""Deliver each `SELECT pg_logical_emit_message(true, 'outbox', …)` to a URL, at least once.
+
+python -m consumer_sdk.examples.outbox_handler http://localhost:8000/orders outbox.position
+"""
+
+import sys
+import time
+import urllib.request
+from itertools import count
+from pathlib import Path
+
+from consumer_sdk import Event, sync
+
+
+def post(url: str, event: Event) -> None:
+    """Send one message; its id lets the receiver recognise a repetition."""
+    body = event.data if isinstance(event.data, bytes) else event.data.encode()
+    request = urllib.request.Request(url, body, {"Idempotency-Key": event.msg_id})  # noqa: S310
+    urllib.request.urlopen(request, timeout=10).close()  # noqa: S310
+
+
+def deliver(url: str, place: Path) -> None:
+    """Deliver in order, retry each until it is taken, and remember how far it is."""
+    with sync.connect() as cdc:
+        seen = place.read_text() if place.exists() else ""
+        for stored in cdc.messages("outbox", after=int(seen) if seen else "start"):
+            for attempt in count():
+                try:
+                    post(url, stored.event)
+                    break
+                except OSError as error:
+                    print(f"attempt {attempt + 1}: {error}", file=sys.stderr)
+                    time.sleep(min(60, 0.1 * 2**attempt))
+            place.with_suffix(".new").write_text(str(stored.stream_seq))
+            place.with_suffix(".new").replace(place)
+
+
+if __name__ == "__main__":
+    deliver(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,31 @@
+"""Mirrors: tables kept equal to the source, transaction by transaction."""
+
+from consumer_sdk.mirror.memory import MemoryTarget
+from consumer_sdk.mirror.notices import MirrorStatus, Notice
+from consumer_sdk.mirror.runner import Mirror, mirror
+from consumer_sdk.mirror.target import (
+    CannotAlter,
+    Lane,
+    MirrorPosition,
+    SnapshotRow,
+    TableCopy,
+    Target,
+    TargetState,
+)
+from consumer_sdk.mirror.target_url import open_target
+
+__all__ = [
+    "CannotAlter",
+    "Lane",
+    "MemoryTarget",
+    "Mirror",
+    "MirrorPosition",
+    "MirrorStatus",
+    "Notice",
+    "SnapshotRow",
+    "TableCopy",
+    "Target",
+    "TargetState",
+    "mirror",
+    "open_target",
+]

@@ -1,0 +1,57 @@
+"""What the hand-off decides: actions on the target, or that something must be built anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from consumer_sdk.mirror.target import MirrorPosition, TableCopy, TableName
+    from consumer_sdk.wire.column_types import TableSchema
+    from consumer_sdk.wire.envelope import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Make these changes to a copy."""
+
+    copy: TableCopy
+    events: list[Event]
+
+
+@dataclass(frozen=True, slots=True)
+class Alter:
+    """Give a copy the structure of a later schema version."""
+
+    copy: TableCopy
+    schema: TableSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """Make next copies visible, all at once."""
+
+    copies: list[TableCopy]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Remember these positions and copies and commit everything done so far."""
+
+    positions: list[MirrorPosition]
+    copies: list[TableCopy]
+
+
+Action = Apply | Alter | Promote | Commit
+
+
+class RepairNeeded(Exception):
+    """These tables must be built anew, from a snapshot taken at `snapshot_lsn` or later."""
+
+    def __init__(self, reason: str, tables: Iterable[TableName], snapshot_lsn: int = 0) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.tables = frozenset(tables)
+        self.snapshot_lsn = snapshot_lsn

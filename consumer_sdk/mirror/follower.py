@@ -1,0 +1,223 @@
+"""Following a feed: batches in, decisions out to the target, one batch ahead of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing, suppress
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.cancellation import stay_cancelled
+from consumer_sdk.errors import NotAvailable
+from consumer_sdk.mirror.decisions import Commit
+from consumer_sdk.mirror.horizon import is_read_through, newest_lsn
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from consumer_sdk.changes import ChangeFeed
+    from consumer_sdk.client import Client
+    from consumer_sdk.decoder import Stored
+    from consumer_sdk.mirror.decisions import Action
+    from consumer_sdk.mirror.handoff import HandOff
+    from consumer_sdk.mirror.notices import MirrorStatus
+    from consumer_sdk.mirror.target import TableName
+    from consumer_sdk.mirror.writer import Writer
+
+IDLE_SECONDS = 2.0
+PROBE_SECONDS = 0.25
+SAVE_SECONDS = 5.0
+MAX_FILTERS = 64
+MAX_BATCH = 2000
+
+
+class Outcome(Enum):
+    """Why following ended."""
+
+    FINISHED = "finished"
+    AGAIN = "again"
+
+
+class Follower:
+    """Applies what a feed brings until stopped, finished, or something was loaded beside it.
+
+    `lock` is held while the target is within a transaction that spans several batches.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        machine: HandOff,
+        writer: Writer,
+        call: Callable[..., Awaitable[Any]],
+        lock: asyncio.Lock,
+        status: MirrorStatus,
+        *,
+        created: int,
+        stop: asyncio.Event,
+        discover: Callable[[frozenset[TableName]], Awaitable[bool]] | None,
+    ) -> None:
+        self._client = client
+        self._machine = machine
+        self._writer = writer
+        self._call = call
+        self._lock = lock
+        self._status = status
+        self._created = created
+        self._stop = stop
+        self._discover = discover
+        self._writing: asyncio.Task[None] | None = None
+        self._holding = False
+        self._applied_before = status.events_applied
+        self._saved_at = time.monotonic()
+        tables = machine.tables()
+        self._tables = None if discover or len(tables) > MAX_FILTERS else tables
+        self._progress = [client.subjects.progress(source) for source in machine.sources()]
+        self._filters = client.filters(self._tables, self._progress)
+
+    async def run(self, loading: asyncio.Task[None] | None, until: int | None) -> Outcome:
+        """Follow; `loading` ends it when done, `until` when everything up to there is applied."""
+        feed = self._client.feed(
+            self._tables,
+            self._machine.start_sequence,
+            extra_subjects=self._progress if self._tables is not None else (),
+            created=self._created,
+            max_batch=MAX_BATCH,
+        )
+        stopping = asyncio.ensure_future(self._stop.wait())
+        watching = asyncio.ensure_future(self._watch())
+        signals = [task for task in (loading, stopping, watching) if task is not None]
+        try:
+            async with feed:
+                return await self._follow(feed, signals, until)
+        finally:
+            for task in (stopping, watching):
+                task.cancel()
+            await asyncio.wait([stopping, watching])
+            if self._writing is not None:
+                await asyncio.wait([self._writing])
+            await self._call(self._writer.rollback)
+            self._release()
+
+    async def _follow(
+        self, feed: ChangeFeed, signals: list[asyncio.Task[Any]], until: int | None
+    ) -> Outcome:
+        while True:
+            await stay_cancelled()
+            self._status.state = "catching up" if self._machine.waiting_for else "following"
+            wait = PROBE_SECONDS if until is not None or self._machine.waiting_for else IDLE_SECONDS
+            taking = asyncio.ensure_future(feed.next(wait))
+            try:
+                await asyncio.wait([taking, *signals], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not taking.done():
+                    taking.cancel()
+                    await asyncio.wait([taking])
+            for task in signals:
+                if task.done():
+                    task.result()
+                    await self._finish_writing()
+                    return Outcome.FINISHED if self._stop.is_set() else Outcome.AGAIN
+            batch = taking.result()
+            if batch:
+                await self._apply(batch)
+            else:
+                # The feed itself waits for NATS to come back; so does what is asked beside it.
+                with suppress(NotAvailable):
+                    await self._idle(feed)
+            if self._machine.discovered and await self._add_discovered():
+                return Outcome.AGAIN
+            if until is not None and not batch and await self._reached(feed, until):
+                return Outcome.FINISHED
+
+    async def _add_discovered(self) -> bool:
+        """Tell of tables that were met in the stream, between two transactions."""
+        await self._finish_writing()
+        if self._holding or self._discover is None:
+            return False
+        found = frozenset(self._machine.discovered)
+        self._machine.discovered.clear()
+        return await self._discover(found)
+
+    async def _watch(self) -> None:
+        """With all tables wanted, end as soon as a table is published that is not known."""
+        if self._discover is None:
+            await asyncio.Event().wait()
+            return
+        known = set(self._machine.tables())
+        async with aclosing(self._client.watch_schemas()) as schemas:
+            async for schema in schemas:
+                name = (schema.schema, schema.table)
+                if name not in known:
+                    known.add(name)
+                    if await self._discover(frozenset({name})):
+                        return
+
+    # writing, one batch behind reading
+
+    async def _apply(self, batch: list[Stored]) -> None:
+        actions = self._machine.advance(batch)
+        last = batch[-1].event
+        if last.ts:
+            self._status.last_event_us = last.ts
+        self._status.caught_up = False
+        await self._perform(actions)
+
+    async def _perform(self, actions: list[Action]) -> None:
+        await self._finish_writing()
+        if actions:
+            if not self._holding:
+                await self._lock.acquire()
+                self._holding = True
+            self._writing = asyncio.ensure_future(self._write(actions))
+
+    async def _write(self, actions: list[Action]) -> None:
+        await self._call(self._writer.perform, actions)
+        if not self._writer.in_transaction:
+            self._release()
+        for action in actions:
+            if isinstance(action, Commit):
+                self._status.commits += 1
+                for position in action.positions:
+                    self._status.positions[position.source] = position
+        self._status.events_applied = self._applied_before + self._machine.events_applied
+
+    def _release(self) -> None:
+        if self._holding:
+            self._holding = False
+            self._lock.release()
+
+    async def _finish_writing(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    # when nothing flows
+
+    async def _idle(self, feed: ChangeFeed) -> None:
+        await self._finish_writing()
+        self._status.caught_up = feed.caught_up
+        now = time.monotonic()
+        if now - self._saved_at > SAVE_SECONDS:
+            # Others' messages may be trimmed unseen: having read past them is worth remembering.
+            self._saved_at = now
+            await self._perform(self._machine.read_through(feed.next_sequence - 1))
+        for source, wanted_lsn in self._machine.waiting_for.items():
+            newest = await newest_lsn(self._client, source, wanted_lsn)
+            if newest < wanted_lsn:
+                continue
+            through = (await self._client.log().bounds()).last
+            if await self._has_read(feed, through):
+                await self._perform(self._machine.passed(source, newest, through))
+
+    async def _reached(self, feed: ChangeFeed, until: int) -> bool:
+        await self._finish_writing()
+        if self._machine.waiting_for or self._writer.in_transaction or self._machine.is_open:
+            return False
+        return await self._has_read(feed, until)
+
+    async def _has_read(self, feed: ChangeFeed, through: int) -> bool:
+        return await is_read_through(
+            self._client, self._filters, feed.next_sequence, through, self._created
+        )

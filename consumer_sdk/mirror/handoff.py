@@ -1,0 +1,398 @@
+"""The hand-off from snapshots to changes, and what follows it, as a pure state machine.
+
+Events go in, in stream order; what is to be done to the target comes out. The rules:
+
+- A change belongs to a copy iff its commit LSN is at least the copy's snapshot LSN and after what
+  the copy has applied already.
+- Next copies of a source become visible together, once the log has been read past the largest of
+  their snapshot LSNs and past the position of the live copies: all tables then stand at the same
+  place between two transactions.
+- A commit never splits a transaction. Several may share one commit. A transaction too large to
+  keep is written as it comes, and nothing is committed until it is complete.
+- Where a live table must be built anew while others of its source stay, those are held at their
+  position until all can show together.
+
+Whatever breaks the history raises `RepairNeeded`; the machine is of no use afterwards, and a new
+one starts from the state of the target. HOT PATH: `advance` looks at every event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairNeeded
+from consumer_sdk.mirror.evolution import Effect, compare
+from consumer_sdk.mirror.followed import follow_source
+from consumer_sdk.mirror.target import Lane
+from consumer_sdk.wire.column_types import TableSchema
+from consumer_sdk.wire.lsn import format_lsn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from consumer_sdk.decoder import Stored
+    from consumer_sdk.mirror.decisions import Action
+    from consumer_sdk.mirror.followed import FollowedCopy, FollowedSource
+    from consumer_sdk.mirror.target import MirrorPosition, TableCopy, TableName, TargetState
+    from consumer_sdk.wire.envelope import Event
+
+SPILL_EVENTS = 2000
+_UNCOUNTED = frozenset({"SCHEMA", "PROGRESS", "MESSAGE"})
+
+
+class HandOff:
+    """Decides about every event of a stream, starting from what a target remembers.
+
+    With `discover`, names of tables that the target does not have collect in `discovered`.
+    """
+
+    def __init__(
+        self,
+        state: TargetState,
+        stream_created: int,
+        *,
+        discover: bool = False,
+        spill_events: int = SPILL_EVENTS,
+    ) -> None:
+        self.discovered: set[TableName] = set()
+        self.events_applied = 0
+        self._created = stream_created
+        self._discover = discover
+        self._spill_events = spill_events
+        self._sources: dict[str, FollowedSource] = {}
+        self._owners: dict[TableName, tuple[str, int]] = {}
+        self._queue: dict[FollowedCopy, list[Event]] = {}
+        self._actions: list[Action] = []
+        live, coming = state.lane(Lane.LIVE), state.lane(Lane.NEXT)
+        for name in sorted({copy.source for copy in state.copies}):
+            mine = {table: copy for table, copy in live.items() if copy.source == name}
+            next_ = {table: copy for table, copy in coming.items() if copy.source == name}
+            source = follow_source(name, state.positions.get(name), mine, next_)
+            self._sources[name] = source
+            for table, copy in source.copies.items():
+                self._owners[table] = (name, source.read_so_far(copy))
+
+    @property
+    def following(self) -> bool:
+        """Whether there is any source to follow now."""
+        return any(source.following for source in self._sources.values())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether part of a transaction has been read, but not its end."""
+        return any(source.open_lsn >= 0 for source in self._sources.values())
+
+    def sources(self) -> list[str]:
+        """The sources being followed."""
+        return [name for name, source in self._sources.items() if source.following]
+
+    @property
+    def waiting_for(self) -> dict[str, int]:
+        """Sources whose next copies wait for the log to be read past an LSN, and that LSN."""
+        return {
+            source.name: source.barrier
+            for source in self._sources.values()
+            if source.following and source.barrier is not None
+        }
+
+    @property
+    def start_sequence(self) -> int:
+        """The first stream sequence not yet read for every copy in use."""
+        return 1 + min(
+            source.read_so_far(copy)
+            for source in self._sources.values()
+            if source.following
+            for copy in source.copies.values()
+        )
+
+    def tables(self) -> list[TableName]:
+        """The tables whose changes are wanted."""
+        return sorted(
+            table
+            for source in self._sources.values()
+            if source.following
+            for table in source.copies
+        )
+
+    def advance(self, batch: Sequence[Stored]) -> list[Action]:
+        """Take the next events; returns what to do, in order."""
+        sources = self._sources
+        place, count = 0, len(batch)
+        while place < count:
+            item = batch[place]
+            place += 1
+            event = item.event
+            source = sources.get(event.source)
+            if source is None or not source.following:
+                self._foreign(event, item.stream_seq)
+                continue
+            changes = self._consider(source, event, item.stream_seq)
+            if changes is not None:
+                place = self._extend(source, changes, batch, place)
+        return self._finish()
+
+    def _consider(
+        self, source: FollowedSource, event: Event, stream_seq: int
+    ) -> list[Event] | None:
+        """Take one event of a source being followed.
+
+        Returns the changes it was added to, if it was and more of its transaction will come.
+        """
+        if event.epoch != source.epoch:
+            if event.epoch > source.epoch:
+                raise RepairNeeded(
+                    f"source {source.name} began a new epoch {event.epoch}", source.tables()
+                )
+            return None
+        operation = event.operation
+        if operation in _UNCOUNTED:
+            self._uncounted(source, event, stream_seq)
+            return None
+        lsn = event.commit_lsn
+        if lsn != source.open_lsn:
+            if lsn <= source.closed_lsn:
+                return None
+            self._open(source, lsn, stream_seq)
+        if event.seq <= source.open_seq:
+            return None
+        source.open_seq = event.seq
+        changes: list[Event] | None = None
+        if operation != "COMMIT":
+            copy = source.copies.get((event.schema, event.table))
+            if copy is None:
+                self._foreign(event, stream_seq)
+            elif lsn > copy.floor:
+                if event.schema_version != copy.version:
+                    self._evolve(source, copy, event.schema_version, lsn)
+                if event.relation_id != copy.copy.relation_id:
+                    self._identify(source, copy, event.relation_id, lsn)
+                changes = source.pending.setdefault(copy, [])
+                changes.append(event)
+        if event.last or operation == "COMMIT":
+            self._close(source, stream_seq)
+            return None
+        return changes
+
+    def _extend(
+        self, source: FollowedSource, changes: list[Event], batch: Sequence[Stored], place: int
+    ) -> int:
+        """Add the events at `place` and after it that are like the one just added.
+
+        Being of the same transaction, table, kind and version, they pass every test that it has
+        passed. Returns the place of the first other one.
+        """
+        first = changes[-1]
+        lsn, operation, relation_id = first.commit_lsn, first.operation, first.relation_id
+        table, schema, version = first.table, first.schema, first.schema_version
+        name, epoch = first.source, first.epoch
+        for item in islice(batch, place, None):
+            event = item.event
+            if (
+                event.commit_lsn != lsn
+                or event.table != table
+                or event.operation != operation
+                or event.relation_id != relation_id
+                or event.schema_version != version
+                or event.schema != schema
+                or event.source != name
+                or event.epoch != epoch
+            ):
+                break
+            place += 1
+            if event.seq > source.open_seq:
+                source.open_seq = event.seq
+                changes.append(event)
+                if event.last:
+                    self._close(source, item.stream_seq)
+                    break
+        return place
+
+    def read_through(self, stream_seq: int) -> list[Action]:
+        """Note that nothing more of the wanted tables is stored up to `stream_seq`."""
+        for source in self._sources.values():
+            if source.following and source.open_lsn < 0 and stream_seq > source.read_through:
+                source.read_through = stream_seq
+                source.unsaved = True
+        return self._finish()
+
+    def passed(self, name: str, lsn: int, stream_seq: int) -> list[Action]:
+        """Note that every transaction of a source with a commit LSN below `lsn` has been read."""
+        source = self._sources.get(name)
+        if source is not None and source.following and source.open_lsn < 0:
+            self._reach(source, lsn, stream_seq)
+        return self._finish()
+
+    # transactions
+
+    def _open(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
+        if source.open_lsn >= 0:
+            raise RepairNeeded(
+                f"transaction {format_lsn(source.open_lsn)} of source {source.name} has no end",
+                source.tables(),
+            )
+        if source.barrier is not None and lsn >= source.barrier:
+            self._promote(source, lsn, stream_seq - 1)
+        source.open_lsn = lsn
+        source.open_seq = -1
+
+    def _close(self, source: FollowedSource, stream_seq: int) -> None:
+        lsn = source.open_lsn
+        self._take_pending(source)
+        source.spilled = False
+        source.open_lsn = -1
+        source.closed_lsn = lsn
+        source.closed_seq = source.open_seq
+        source.read_through = stream_seq
+        source.unsaved = True
+        if source.barrier is not None and lsn + 1 >= source.barrier:
+            self._promote(source, lsn + 1, stream_seq)
+
+    def _reach(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
+        if lsn - 1 > source.closed_lsn:
+            source.closed_lsn = lsn - 1
+            source.closed_seq = 0
+            source.read_through = max(source.read_through, stream_seq)
+            source.unsaved = True
+        if source.barrier is not None and lsn >= source.barrier:
+            self._promote(source, lsn, stream_seq)
+
+    def _promote(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
+        """Let next copies show: everything below `lsn` is applied, nothing at or after it."""
+        self._flush()
+        coming = [copy for copy in source.copies.values() if copy.copy.lane is Lane.NEXT]
+        self._actions.append(Promote([copy.copy for copy in coming]))
+        for copy in coming:
+            copy.copy = replace(copy.copy, lane=Lane.LIVE)
+        source.barrier = None
+        source.held = False
+        source.closed_lsn = max(source.closed_lsn, lsn - 1)
+        source.read_through = max(source.read_through, stream_seq)
+        source.unsaved = True
+
+    def _take_pending(self, source: FollowedSource) -> None:
+        queue = self._queue
+        for copy, changes in source.pending.items():
+            waiting = queue.get(copy)
+            if waiting is None:
+                queue[copy] = changes
+            else:
+                waiting += changes
+        source.pending.clear()
+
+    def _flush(self) -> None:
+        for copy, events in self._queue.items():
+            self.events_applied += len(events)
+            self._actions.append(Apply(copy.copy, events))
+        self._queue = {}
+
+    def _finish(self) -> list[Action]:
+        for source in self._sources.values():
+            if sum(map(len, source.pending.values())) > self._spill_events:
+                self._spill(source)
+        self._flush()
+        if not any(source.spilled or source.held for source in self._sources.values()):
+            self._commit()
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _spill(self, source: FollowedSource) -> None:
+        self._take_pending(source)
+        source.spilled = True
+
+    def _commit(self) -> None:
+        positions: list[MirrorPosition] = []
+        copies: list[TableCopy] = []
+        for source in self._sources.values():
+            if not source.unsaved:
+                continue
+            source.unsaved = False
+            position = source.live_position(self._created)
+            if position is not None and position != source.position:
+                source.position = position
+                positions.append(position)
+            for copy in source.copies.values():
+                if copy.copy.lane is Lane.NEXT:
+                    copy.copy = replace(
+                        copy.copy,
+                        applied_lsn=max(copy.copy.applied_lsn, source.closed_lsn),
+                        stream_seq=max(copy.copy.stream_seq, source.read_through),
+                    )
+                elif copy not in source.altered:
+                    continue
+                copies.append(copy.copy)
+            source.altered.clear()
+        if positions or copies or self._actions:
+            self._actions.append(Commit(positions, copies))
+
+    # what is not a change
+
+    def _uncounted(self, source: FollowedSource, event: Event, stream_seq: int) -> None:
+        if event.operation == "SCHEMA" and event.document is not None:
+            schema = TableSchema.from_document(event.document)
+            copy = source.copies.get((schema.schema, schema.table))
+            if copy is not None:
+                copy.notice = schema
+            else:
+                self._foreign(event, stream_seq)
+        elif event.operation == "PROGRESS" and event.document is not None:
+            self._progress(source, event, stream_seq)
+
+    def _progress(self, source: FollowedSource, event: Event, stream_seq: int) -> None:
+        gap = (event.document or {}).get("gap")
+        if gap:
+            broken = [
+                name
+                for name, copy in source.copies.items()
+                if copy.copy.snapshot_lsn <= event.commit_lsn
+            ]
+            if broken:
+                raise RepairNeeded(
+                    f"source {source.name} announced a gap", broken, event.commit_lsn + 1
+                )
+        if source.open_lsn < 0:
+            self._reach(source, event.commit_lsn, stream_seq)
+
+    def _foreign(self, event: Event, stream_seq: int) -> None:
+        """An event of a table or source that is not being followed."""
+        name = (event.schema, event.table)
+        if not event.table:
+            return
+        owner = self._owners.get(name)
+        if owner is not None:
+            if owner[0] != event.source and stream_seq > owner[1]:
+                raise RepairNeeded(f"source {event.source} publishes it now", [name])
+        elif self._discover:
+            self.discovered.add(name)
+
+    def _identify(
+        self, source: FollowedSource, copy: FollowedCopy, relation_id: int, lsn: int
+    ) -> None:
+        if copy.copy.relation_id:
+            raise RepairNeeded("it was dropped and created again", [copy.copy.name], lsn + 1)
+        copy.copy = replace(copy.copy, relation_id=relation_id)
+        source.altered.add(copy)
+        source.unsaved = True
+
+    def _evolve(self, source: FollowedSource, copy: FollowedCopy, version: int, lsn: int) -> None:
+        """Follow the table to the schema version of the change that comes next."""
+        notice = copy.notice
+        if notice is None or notice.schema_version != version:
+            raise RepairNeeded(
+                f"rows of schema version {version} came without that schema",
+                [copy.copy.name],
+                lsn + 1,
+            )
+        evolution = compare(copy.copy.schema, notice)
+        if evolution.effect is Effect.REBUILD:
+            raise RepairNeeded(evolution.reason, [copy.copy.name], lsn + 1)
+        if evolution.effect is Effect.ALTER:
+            if source.pending:
+                self._spill(source)
+            self._flush()
+            self._actions.append(Alter(copy.copy, notice))
+        copy.copy = replace(copy.copy, schema=notice)
+        copy.version = version
+        source.altered.add(copy)
+        source.unsaved = True

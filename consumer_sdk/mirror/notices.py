@@ -1,0 +1,49 @@
+"""What a mirror tells about itself while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    from consumer_sdk.mirror.target import MirrorPosition, TableName
+
+MOST_NAMES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something worth a line in a log: `event` in lower case, the rest as fields."""
+
+    event: str
+    fields: dict[str, str | int | float] = field(default_factory=dict)
+    warning: bool = False
+
+
+@dataclass(slots=True)
+class MirrorStatus:
+    """Where a mirror stands; changed in place while it runs."""
+
+    state: str = "starting"
+    """starting, loading, catching up, following, or stopped."""
+    tables: int = 0
+    tables_loading: int = 0
+    rows_loaded: int = 0
+    rows_expected: int = 0
+    events_applied: int = 0
+    commits: int = 0
+    bootstraps: int = 0
+    repairs: int = 0
+    last_event_us: int = 0
+    """Commit time of the last transaction read, microseconds since 1970."""
+    caught_up: bool = False
+    positions: dict[str, MirrorPosition] = field(default_factory=dict)
+
+
+def table_list(tables: list[TableName] | frozenset[TableName]) -> str:
+    """Table names for a log line; of many only some."""
+    names = [format_table_name(*table) for table in sorted(tables)]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ",".join(names[:MOST_NAMES]) + more

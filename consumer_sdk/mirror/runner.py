@@ -1,0 +1,337 @@
+"""A mirror at work: plan copies, load them, follow the changes, repair what breaks.
+
+Whatever happens, going on means: read what the target remembers, and continue from there. A crash,
+a repair and a newly loaded table all take the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from consumer_sdk.cancellation import stay_cancelled
+from consumer_sdk.errors import GapError, NotAvailable
+from consumer_sdk.mirror.bootstrap import Loader
+from consumer_sdk.mirror.decisions import RepairNeeded
+from consumer_sdk.mirror.follower import Follower, Outcome
+from consumer_sdk.mirror.handoff import HandOff
+from consumer_sdk.mirror.notices import MirrorStatus, Notice, table_list
+from consumer_sdk.mirror.target import Lane, TableCopy, TableName, TargetState
+from consumer_sdk.mirror.target_url import open_target
+from consumer_sdk.mirror.writer import Writer
+from consumer_sdk.schema import resolve_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from consumer_sdk.client import Client
+    from consumer_sdk.mirror.target import Target
+    from consumer_sdk.schema import TableName as TableSpelling
+    from consumer_sdk.stream import StreamBounds
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+REPAIR_PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
+CALM_SECONDS = 60.0
+RETRY_SECONDS = 1.0
+
+
+class Mirror:
+    """Keeps tables in a target equal to the source; `run` it once.
+
+    `tables` None means all that are published, now and later. Tables that the target holds already
+    are followed too. `fresh` builds everything anew, `on_notice` gets what is worth a log line.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tables: Sequence[TableSpelling] | None,
+        into: Target,
+        *,
+        fresh: bool = False,
+        on_notice: Callable[[Notice], None] | None = None,
+    ) -> None:
+        self.status = MirrorStatus()
+        self._client = client
+        self._wanted = None if tables is None else [resolve_table(table) for table in tables]
+        self._fresh = fresh
+        self._tell = on_notice or _log
+        self._writer = Writer(into)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror-target")
+        self._between_transactions = asyncio.Lock()
+        self._stop = asyncio.Event()
+        self._repaired_at = 0.0
+        self._repairs_in_a_row = 0
+
+    def stop(self) -> None:
+        """End `run` at the next transaction boundary."""
+        self._stop.set()
+
+    async def run(self, *, once: bool = False) -> None:
+        """Mirror until stopped, or `once`: until everything stored at the start is applied.
+
+        Raises whatever makes going on impossible; the target then shows the last whole state.
+        """
+        try:
+            state = await self._call(self._writer.open)
+            try:
+                await self._run(state, once)
+            finally:
+                self.status.state = "stopped"
+                await self._call(self._writer.close)
+        finally:
+            self._thread.shutdown()
+
+    async def _run(self, state: TargetState, once: bool) -> None:
+        bounds = await self._client.log().bounds()
+        await self._plan(state)
+        started = any(copy.lane is Lane.LIVE for copy in state.copies)
+        until = bounds.last if once else None
+        while not self._stop.is_set():
+            await stay_cancelled()
+            patient = started and not once
+            try:
+                if await self._continue(until, patient=patient) is Outcome.FINISHED:
+                    return
+                started = True
+            except RepairNeeded as repair:
+                await self._repair(repair)
+            except GapError as gap:
+                await self._repair(await self._broken_by(gap))
+            except NotAvailable as error:
+                if not patient:
+                    raise
+                self._tell(Notice("waiting", {"reason": str(error)}, warning=True))
+                await self._unless_stopped(asyncio.ensure_future(asyncio.sleep(RETRY_SECONDS)))
+
+    # planning
+
+    async def _plan(self, state: TargetState) -> None:
+        """Expect a next copy of every wanted table that the target does not have yet."""
+        schemas = {(schema.schema, schema.table): schema for schema in await self._client.tables()}
+        wanted = list(schemas) if self._wanted is None else self._wanted
+        known = {copy.name for copy in state.copies}
+        missing = []
+        for name in wanted:
+            if name in known and not self._fresh:
+                continue
+            schema = schemas.get(name) or await self._client.schema(name)
+            missing.append(TableCopy(schema, Lane.NEXT))
+        for name in known - set(wanted) if self._wanted is not None else ():
+            self._tell(Notice("also following", {"table": table_list([name])}))
+        if missing:
+            await self._write(lambda: self._writer.expect(missing))
+
+    async def _discover(self, names: frozenset[TableName]) -> bool:
+        """Expect copies of newly published tables; whether there are any."""
+        state = await self._write(self._writer.read_state)
+        known = {copy.name for copy in state.copies}
+        schemas = [s for s in await self._client.tables() if (s.schema, s.table) in names - known]
+        if schemas:
+            new = [TableCopy(schema, Lane.NEXT) for schema in schemas]
+            self._tell(Notice("new tables", {"tables": table_list([copy.name for copy in new])}))
+            await self._write(lambda: self._writer.expect(new))
+        return bool(schemas)
+
+    # loading and following
+
+    async def _continue(self, until: int | None, *, patient: bool) -> Outcome:
+        """Go on from what the target remembers until that has to be read again."""
+        state = await self._write(self._writer.read_state)
+        bounds = await self._bounds(patient)
+        await self._require_continuity(state, bounds)
+        unloaded = [copy for copy in state.copies if not copy.loaded and copy.lane is Lane.NEXT]
+        machine = HandOff(state, bounds.created, discover=self._wanted is None)
+        self.status.tables = len({copy.name for copy in state.copies})
+        self.status.positions = dict(state.positions)
+        loading = asyncio.create_task(self._load(unloaded, patient)) if unloaded else None
+        try:
+            if not machine.following:
+                if loading is None:
+                    return await self._wait_for_tables(until)
+                self.status.state = "loading"
+                await self._unless_stopped(loading)
+                return Outcome.AGAIN
+            follower = Follower(
+                self._client,
+                machine,
+                self._writer,
+                self._call,
+                self._between_transactions,
+                self.status,
+                created=bounds.created,
+                stop=self._stop,
+                discover=self._discover if self._wanted is None else None,
+            )
+            self._tell(
+                Notice(
+                    "following",
+                    {"tables": table_list(machine.tables()), "sequence": machine.start_sequence},
+                )
+            )
+            return await follower.run(loading, None if loading else until)
+        finally:
+            if loading is not None and not loading.done():
+                loading.cancel()
+                await asyncio.wait([loading])
+
+    async def _load(self, copies: list[TableCopy], patient: bool) -> None:
+        loader = Loader(
+            self._client,
+            self._writer,
+            self._write,
+            self.status,
+            self._tell,
+            fresh=self._fresh,
+            patient=patient,
+        )
+        await loader.run(copies)
+        self._fresh = False
+
+    async def _wait_for_tables(self, until: int | None) -> Outcome:
+        """With nothing published yet, wait for the first table."""
+        if until is not None:
+            return Outcome.FINISHED
+        async with aclosing(self._client.watch_schemas()) as schemas:
+            watch = asyncio.ensure_future(anext(schemas))
+            await self._unless_stopped(watch)
+            if not self._stop.is_set():
+                schema = watch.result()
+                await self._discover(frozenset({(schema.schema, schema.table)}))
+            else:
+                await asyncio.wait([watch])
+        return Outcome.AGAIN
+
+    async def _unless_stopped(self, task: asyncio.Future[Any]) -> None:
+        """Wait for a task or for `stop`, whichever comes first."""
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        if task.done():
+            task.result()
+        else:
+            task.cancel()
+
+    # repair
+
+    async def _bounds(self, patient: bool) -> StreamBounds:
+        """What the stream holds; a stream that is away is waited for once the mirror has begun."""
+        while True:
+            await stay_cancelled()
+            try:
+                return await self._client.log().bounds()
+            except NotAvailable as error:
+                if not patient or self._stop.is_set():
+                    raise
+                self._tell(Notice("waiting", {"reason": str(error)}, warning=True))
+            await self._unless_stopped(asyncio.ensure_future(asyncio.sleep(RETRY_SECONDS)))
+
+    async def _require_continuity(self, state: TargetState, bounds: StreamBounds) -> None:
+        """Raise RepairNeeded for tables whose history the stream no longer continues."""
+        coming = state.lane(Lane.NEXT)
+        for copy in coming.values():
+            if copy.loaded and (reason := _break(copy.stream_seq, copy.stream_created, bounds)):
+                raise RepairNeeded(reason, [copy.name])
+        for source, position in state.positions.items():
+            tables = [copy.name for copy in state.copies if copy.source == source]
+            live = [copy for copy in state.lane(Lane.LIVE).values() if copy.source == source]
+            if all(copy.name in coming for copy in live):
+                continue
+            reason = _break(position.stream_seq, position.stream_created, bounds)
+            progress = await self._client.progress(source)
+            if reason is None and progress is not None and progress.epoch > position.epoch:
+                reason = f"source {source} began a new epoch {progress.epoch}"
+            if reason:
+                raise RepairNeeded(reason, tables)
+
+    async def _broken_by(self, gap: GapError) -> RepairNeeded:
+        state = await self._write(self._writer.read_state)
+        try:
+            await self._require_continuity(state, await self._bounds(patient=True))
+        except RepairNeeded as repair:
+            return repair
+        return RepairNeeded(gap.reason, [copy.name for copy in state.copies])
+
+    async def _repair(self, repair: RepairNeeded) -> None:
+        """Plan the broken tables anew; their live copies stay readable until that is done."""
+        self.status.repairs += 1
+        self._tell(
+            Notice(
+                "gap", {"reason": repair.reason, "tables": table_list(repair.tables)}, warning=True
+            )
+        )
+        now = time.monotonic()
+        calm = now - self._repaired_at > CALM_SECONDS
+        self._repairs_in_a_row = 0 if calm else self._repairs_in_a_row + 1
+        pause = REPAIR_PAUSES[min(self._repairs_in_a_row, len(REPAIR_PAUSES) - 1)]
+        if pause:
+            await self._unless_stopped(asyncio.ensure_future(asyncio.sleep(pause)))
+        self._repaired_at = time.monotonic()
+        state = await self._write(self._writer.read_state)
+        newest = state.lane(Lane.LIVE) | state.lane(Lane.NEXT)
+        planned = [
+            replace(newest[name], lane=Lane.NEXT, loaded=False, snapshot_lsn=repair.snapshot_lsn)
+            for name in repair.tables
+            if name in newest
+        ]
+        await self._write(lambda: self._writer.expect(planned))
+
+    # the target's thread
+
+    async def _call(self, step: Callable[..., Result], *arguments: object) -> Result:
+        """Run a step on the target's own thread; it ends even if this is cancelled."""
+        running = asyncio.get_running_loop().run_in_executor(self._thread, step, *arguments)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    async def _write(self, step: Callable[[], Result]) -> Result:
+        """Run a step on the target between two transactions."""
+        async with self._between_transactions:
+            return await self._call(step)
+
+
+async def mirror(
+    client: Client,
+    tables: Sequence[TableSpelling] | None,
+    into: Target | str,
+    *,
+    once: bool = False,
+    fresh: bool = False,
+    on_notice: Callable[[Notice], None] | None = None,
+) -> MirrorStatus:
+    """Keep tables in a target, given as such or by its address, equal to the source.
+
+    Runs until cancelled, or `once`: until everything stored at the start is applied. See `Mirror`.
+    """
+    target = open_target(into) if isinstance(into, str) else into
+    running = Mirror(client, tables, target, fresh=fresh, on_notice=on_notice)
+    await running.run(once=once)
+    return running.status
+
+
+def _break(stream_seq: int, created: int, bounds: StreamBounds) -> str | None:
+    if created != bounds.created:
+        return "the stream was recreated"
+    if stream_seq + 1 < bounds.first:
+        return f"the stream was trimmed or purged up to sequence {bounds.first - 1}"
+    if stream_seq > bounds.last:
+        return f"the stream ends at sequence {bounds.last}, {stream_seq} had been read"
+    return None
+
+
+def _log(notice: Notice) -> None:
+    fields = " ".join(f"{key}={value!r}" for key, value in notice.fields.items())
+    logger.log(logging.WARNING if notice.warning else logging.INFO, "%s %s", notice.event, fields)

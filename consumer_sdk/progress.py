@@ -1,0 +1,64 @@
+"""How far a source has got, as it says itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.decoder import parse_headers
+from consumer_sdk.errors import CorruptData, VersionTooNew
+from consumer_sdk.wire.envelope import JSON, decode_payload
+from consumer_sdk.wire.errors import WireError, WireVersionError
+
+if TYPE_CHECKING:
+    from consumer_sdk.stream import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Every change with end LSN at or below `lsn` is stored at a sequence up to `stream_seq`.
+
+    `source_lsn` is how far the source itself had got when it was written; `gap` tells what was
+    lost, None where nothing was.
+    """
+
+    source: str
+    epoch: int
+    lsn: int
+    stream_seq: int
+    source_lsn: int
+    stream_created: int
+    ts: int
+    gap: Any
+    document: dict[str, Any]
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Progress:
+        """Read a progress document; CorruptData if it is not one."""
+        try:
+            return cls(
+                source=str(document["source"]),
+                epoch=int(document["epoch"]),
+                lsn=int(document["lsn"]),
+                stream_seq=int(document["stream_seq"]),
+                source_lsn=int(document.get("source_lsn") or 0),
+                stream_created=int(document.get("stream_created") or 0),
+                ts=int(document.get("ts") or 0),
+                gap=document.get("gap") or None,
+                document=document,
+            )
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise CorruptData(f"damaged progress message: {error!r}") from error
+
+
+def decode_progress(frame: Frame) -> Progress:
+    """The progress in a stored message, of the stream or of the bucket."""
+    headers = parse_headers(frame.headers) or {}
+    if "Content-Type" not in headers and frame.payload[:1] == b"{":
+        headers["Content-Type"] = JSON
+    try:
+        return Progress.from_document(decode_payload(headers, frame.payload))
+    except WireVersionError as error:
+        raise VersionTooNew(f"progress message: {error}") from error
+    except WireError as error:
+        raise CorruptData(f"progress message: {error}") from error

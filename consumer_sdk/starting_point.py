@@ -1,0 +1,249 @@
+"""Where to begin reading: now, the start, a sequence, a time, or a position of each source."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from consumer_sdk.connection import ApiError
+from consumer_sdk.errors import CorruptData, GapError, NotAvailable, UsageError
+from consumer_sdk.pull import PullConsumer
+from consumer_sdk.stream import get_message
+from consumer_sdk.transactions import COUNTED
+from consumer_sdk.wire.position import Position
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from consumer_sdk.connection import LogConnection
+    from consumer_sdk.decoder import EventDecoder, Stored
+    from consumer_sdk.stream import StreamBounds
+    from consumer_sdk.wire.subjects import Subjects
+
+
+class SourcePosition(NamedTuple):
+    """A position together with the epoch in which it is comparable."""
+
+    epoch: int
+    commit_lsn: int
+    seq: int
+
+
+if TYPE_CHECKING:
+    After = Literal["now", "start"] | int | datetime | Mapping[str, SourcePosition]
+else:
+    After = object
+
+_LOOK_BACK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """A stream sequence, and what must be dropped after it.
+
+    `cut` names transactions, as (source, commit LSN), that began before the sequence.
+    """
+
+    sequence: int
+    created: int
+    lenient: bool = False
+    after: Mapping[tuple[str, int], Position] = field(default_factory=dict)
+    cut: frozenset[tuple[str, int]] = frozenset()
+
+
+async def find_starting_point(
+    nc: LogConnection,
+    subjects: Subjects,
+    decoder: EventDecoder,
+    bounds: StreamBounds,
+    after: After,
+) -> StartingPoint:
+    """Turn what the caller asks for into a sequence of the stream as it stands.
+
+    A position that the stream does not reach back to raises GapError.
+    """
+    probe = _Probe(nc, subjects, decoder, bounds)
+    if isinstance(after, str):
+        if after == "start":
+            cut = await probe.cut_at(bounds.first)
+            return StartingPoint(bounds.first, bounds.created, lenient=True, cut=cut)
+        if after == "now":
+            sequence = bounds.last + 1
+            return StartingPoint(sequence, bounds.created, cut=await probe.cut_at(sequence))
+    elif isinstance(after, bool):
+        pass
+    elif isinstance(after, int):
+        if after < 0:
+            raise UsageError(f"not a stream sequence: {after}")
+        return StartingPoint(after + 1, bounds.created, cut=await probe.cut_at(after + 1))
+    elif isinstance(after, datetime):
+        sequence = await probe.sequence_at(after)
+        return StartingPoint(sequence, bounds.created, True, cut=await probe.cut_at(sequence))
+    elif hasattr(after, "items"):
+        positions = {source: SourcePosition(*place) for source, place in after.items()}
+        sequence = await probe.sequence_after(positions)
+        dropped = {
+            (source, place.epoch): Position(place.commit_lsn, place.seq)
+            for source, place in positions.items()
+        }
+        return StartingPoint(sequence, bounds.created, after=dropped)
+    raise UsageError(
+        'start after "now", "start", a sequence, a datetime or {source: SourcePosition}'
+    )
+
+
+class _Probe:
+    """Looks at single messages of the stream."""
+
+    def __init__(
+        self,
+        nc: LogConnection,
+        subjects: Subjects,
+        decoder: EventDecoder,
+        bounds: StreamBounds,
+    ) -> None:
+        self._nc = nc
+        self._subjects = subjects
+        self._decoder = decoder
+        self._bounds = bounds
+
+    async def cut_at(self, sequence: int) -> frozenset[tuple[str, int]]:
+        """The transactions that are under way at a sequence: begun before it, not yet ended."""
+        first = self._bounds.first
+        cut: set[tuple[str, int]] = set()
+        settled: set[str] = set()
+        for stored in reversed(await self._before(sequence)):
+            event = stored.event
+            if event.operation in COUNTED and event.source not in settled:
+                settled.add(event.source)
+                if not event.last and event.operation != "COMMIT":
+                    cut.add((event.source, event.commit_lsn))
+        if not settled and first <= sequence <= self._bounds.last:
+            # Nothing older is stored: a first event with an ordinal above 0 has lost its beginning.
+            stored_first = await self._at_or_after(sequence)
+            if stored_first is not None:
+                event = stored_first.event
+                if event.operation in COUNTED and event.seq > 0:
+                    cut.add((event.source, event.commit_lsn))
+        return frozenset(cut)
+
+    async def _before(self, sequence: int) -> list[Stored]:
+        """The last event of each of the messages stored shortly before a sequence."""
+        start = max(self._bounds.first, sequence - _LOOK_BACK)
+        end = min(sequence, self._bounds.last + 1)
+        found: list[Stored] = []
+        if start >= end:
+            return found
+        consumer = PullConsumer(
+            self._nc,
+            self._subjects.cdc_stream,
+            filters=[self._subjects.cdc_all],
+            start_sequence=start,
+            gapless=False,
+            window=2 * _LOOK_BACK,
+        )
+        try:
+            while consumer.next_sequence < end:
+                frames = await consumer.take(_LOOK_BACK, wait=1.0)
+                for frame in frames:
+                    if frame.stream_seq < end:
+                        # What is damaged here was not asked for.
+                        with suppress(CorruptData):
+                            found += (await self._decoder.decode([frame]))[-1:]
+                if not frames and consumer.caught_up:
+                    break
+        finally:
+            await consumer.close()
+        return found
+
+    async def sequence_at(self, when: datetime) -> int:
+        """The first sequence stored at or after a time."""
+        if when.tzinfo is None:
+            raise UsageError("a time to start at needs a time zone")
+        config = {
+            "deliver_policy": "by_start_time",
+            "opt_start_time": when.isoformat(),
+            "ack_policy": "none",
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": 5_000_000_000,
+        }
+        stream = self._subjects.cdc_stream
+        try:
+            answer = await self._nc.api(
+                f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config}
+            )
+        except ApiError as error:
+            raise NotAvailable(str(error)) from error
+        await self._nc.discard_consumer(stream, str(answer["name"]))
+        found = int(answer["delivered"]["stream_seq"]) + 1
+        return max(self._bounds.first, min(found, self._bounds.last + 1))
+
+    async def sequence_after(self, positions: Mapping[str, SourcePosition]) -> int:
+        """A sequence before which nothing of these sources lies after its position.
+
+        Positions of a source grow along the stream, so that halving finds it.
+        """
+        if not positions:
+            raise UsageError("no position is given to start after")
+        return min([await self._sequence_after(*item) for item in positions.items()])
+
+    async def _sequence_after(self, source: str, place: SourcePosition) -> int:
+        low, high = self._bounds.first, self._bounds.last + 1
+        # Invariant: everything of the source stored below `low` is at or before `place`, provided
+        # that this holds at the first sequence, which is checked first.
+        first = await self._next_of(source, low, high)
+        if first is None:
+            raise GapError(f"nothing of source {source} is stored", low, low)
+        if _place(first) > place:
+            raise GapError(
+                f"the position of source {source} was trimmed or purged", low, first.stream_seq
+            )
+        while low < high:
+            middle = (low + high) // 2
+            found = await self._next_of(source, middle, high)
+            if found is None or _place(found) > place:
+                high = middle
+            else:
+                low = found.stream_seq + 1
+        newer = await self._next_of(source, low, self._bounds.last + 1)
+        if newer is not None and newer.event.epoch != place.epoch:
+            raise GapError(
+                f"source {source} began a new epoch after the position", low, newer.stream_seq
+            )
+        return low
+
+    async def _next_of(self, source: str, start: int, end: int) -> Stored | None:
+        """The first counted event of a source stored in [start, end)."""
+        at = start
+        while at < end:
+            stored = await self._at_or_after(at)
+            if stored is None or stored.stream_seq >= end:
+                return None
+            if stored.event.source == source and stored.event.operation in COUNTED:
+                return stored
+            at = stored.stream_seq + 1
+        return None
+
+    async def _at_or_after(self, sequence: int) -> Stored | None:
+        """The last event of the first decodable message at or after a sequence, None at the end."""
+        at = sequence
+        while True:
+            frame = await get_message(
+                self._nc,
+                self._subjects.cdc_stream,
+                {"seq": at, "next_by_subj": self._subjects.cdc_all},
+            )
+            if frame is None:
+                return None
+            stored = await self._decoder.decode([frame])
+            if stored:
+                return stored[-1]
+            at = frame.stream_seq + 1
+
+
+def _place(stored: Stored) -> SourcePosition:
+    event = stored.event
+    return SourcePosition(event.epoch, event.commit_lsn, event.seq)

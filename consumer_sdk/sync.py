@@ -1,0 +1,252 @@
+"""The SDK without `await`, for scripts and notebooks.
+
+    with consumer_sdk.sync.connect() as cdc:
+        for transaction in cdc.changes(["users"]):
+            ...
+
+Each client runs its own event loop in a thread of its own, so that it also works where a loop is
+running already, as in notebooks. A client and its iterators belong to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+
+from consumer_sdk import client as asynchronous
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+
+    from consumer_sdk.chunk import ChunkRows
+    from consumer_sdk.decoder import Stored
+    from consumer_sdk.log import LogBounds
+    from consumer_sdk.progress import Progress
+    from consumer_sdk.schema import TableName
+    from consumer_sdk.settings import NatsSettings
+    from consumer_sdk.snapshot import Snapshot as AsyncSnapshot
+    from consumer_sdk.snapshot import SnapshotMeta
+    from consumer_sdk.snapshot_request import SnapshotProgress
+    from consumer_sdk.starting_point import After
+    from consumer_sdk.transactions import Transaction
+    from consumer_sdk.wire.column_types import TableSchema
+
+T = TypeVar("T")
+
+
+@contextmanager
+def connect(
+    servers: str | Sequence[str] | None = None,
+    *,
+    prefix: str | None = None,
+    settings: NatsSettings | None = None,
+    timeout: float | None = 10.0,
+) -> Iterator[Client]:
+    """Connect to NATS; what is not given comes from the environment."""
+    loop = _Loop()
+    try:
+        opening = asynchronous.connect(servers, prefix=prefix, settings=settings, timeout=timeout)
+        client = loop.run(opening.__aenter__())
+        try:
+            yield Client(client, loop)
+        finally:
+            loop.run(opening.__aexit__(None, None, None))
+    finally:
+        loop.stop()
+
+
+class Client:
+    """`consumer_sdk.Client`, blocking."""
+
+    def __init__(self, client: asynchronous.Client, loop: _Loop) -> None:
+        self._client = client
+        self._loop = loop
+
+    def schema(self, table: TableName) -> TableSchema:
+        """The newest schema of a table."""
+        return self._loop.run(self._client.schema(table))
+
+    def tables(self) -> list[TableSchema]:
+        """The newest schema of every published table."""
+        return self._loop.run(self._client.tables())
+
+    def watch_schemas(self) -> Stream[TableSchema]:
+        """Every schema now, then each new version; never ends."""
+        return Stream(self._client.watch_schemas(), self._loop)
+
+    def progress(self, source: str) -> Progress | None:
+        """How far a source has got, as it last said itself."""
+        return self._loop.run(self._client.progress(source))
+
+    def snapshot(
+        self,
+        table: TableName,
+        *,
+        fresh: bool = False,
+        columns: Sequence[str] | None = None,
+        progress: Callable[[SnapshotProgress], None] | None = None,
+        stall_timeout: float = 60.0,
+    ) -> Snapshot:
+        """A complete snapshot: a retained one if still valid, else a new one."""
+        taking = self._client.snapshot(
+            table, fresh=fresh, columns=columns, progress=progress, stall_timeout=stall_timeout
+        )
+        return Snapshot(self._loop.run(taking), self._loop)
+
+    @overload
+    def changes(
+        self,
+        tables: Sequence[TableName] | None = None,
+        *,
+        after: After = "now",
+        as_events: Literal[False] = False,
+        messages: bool = False,
+    ) -> Stream[Transaction]: ...
+
+    @overload
+    def changes(
+        self,
+        tables: Sequence[TableName] | None = None,
+        *,
+        after: After = "now",
+        as_events: Literal[True],
+        messages: bool = False,
+    ) -> Stream[Stored]: ...
+
+    def changes(
+        self,
+        tables: Sequence[TableName] | None = None,
+        *,
+        after: After = "now",
+        as_events: bool = False,
+        messages: bool = False,
+    ) -> Stream[Transaction] | Stream[Stored]:
+        """Changes as whole transactions or single events; never ends, see `Client.changes`."""
+        if as_events:
+            events = self._client.changes(tables, after=after, as_events=True, messages=messages)
+            return Stream(events, self._loop)
+        return Stream(self._client.changes(tables, after=after, messages=messages), self._loop)
+
+    def messages(self, prefix: str | None = None, *, after: After = "now") -> Stream[Stored]:
+        """Logical messages with one prefix, or all of them; never ends."""
+        return Stream(self._client.messages(prefix, after=after), self._loop)
+
+    def log_bounds(self) -> LogBounds:
+        """The sequences that the change log holds."""
+        return self._loop.run(self._client.log().bounds())
+
+    def read_log(
+        self, first: int, end: int, subjects: Sequence[str] | None = None
+    ) -> Stream[list[Stored]]:
+        """The events stored at sequences [first, end)."""
+        return Stream(self._client.log().read(first, end, subjects), self._loop)
+
+
+class Snapshot:
+    """`consumer_sdk.Snapshot`, blocking."""
+
+    def __init__(self, snapshot: AsyncSnapshot, loop: _Loop) -> None:
+        self._snapshot = snapshot
+        self._loop = loop
+
+    @property
+    def meta(self) -> SnapshotMeta:
+        """What is known of it."""
+        return self._snapshot.meta
+
+    @property
+    def reused(self) -> bool:
+        """Whether it was retained from before."""
+        return self._snapshot.reused
+
+    def chunks(self) -> Stream[ChunkRows]:
+        """Its rows, a chunk at a time; keep nothing unless the iteration ends without an error."""
+        return Stream(self._snapshot.chunks(), self._loop)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Its rows one by one."""
+        for chunk in self.chunks():
+            yield from chunk
+
+
+class Stream(Generic[T]):
+    """An iterator over what an asynchronous generator yields; close it, or leave its `with`.
+
+    `next(timeout)` raises TimeoutError instead of waiting for ever, and may be called again.
+    """
+
+    def __init__(self, source: AsyncGenerator[T, None], loop: _Loop) -> None:
+        self._source = source
+        self._loop = loop
+        self._pending: asyncio.Future[T] | None = None
+
+    def __iter__(self) -> Stream[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self.next(None)
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def next(self, timeout: float | None) -> T:
+        """The next item; StopIteration at the end."""
+        try:
+            return self._loop.run(self._next(timeout))
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """End the iteration and give up what it holds on the server."""
+        self._loop.run(self._close())
+
+    async def _next(self, timeout: float | None) -> T:
+        # The step goes on when waiting for it ends, because cancelling would end the generator.
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(_step(self._source))
+        done, _ = await asyncio.wait({self._pending}, timeout=timeout)
+        if not done:
+            raise TimeoutError(f"nothing came within {timeout:g} s")
+        finished, self._pending = self._pending, None
+        return finished.result()
+
+    async def _close(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+            await asyncio.wait({self._pending})
+            self._pending = None
+        await self._source.aclose()
+
+
+async def _step(source: AsyncGenerator[T, None]) -> T:
+    return await anext(source)
+
+
+class _Loop:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="tailrace-sdk", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        self.run(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

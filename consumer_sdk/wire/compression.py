@@ -1,0 +1,74 @@
+"""zstd on the wire: plain frames, and frames made with a dictionary that readers fetch by id."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import zstandard
+
+from consumer_sdk.wire.errors import DictionaryMissing, WireError
+
+MAX_PLAIN_BYTES = 512 * 1024 * 1024
+MAX_DECOMPRESSORS = 32
+
+
+class Dictionaries(Protocol):
+    """Where a reader finds dictionaries; `get` answers None for one that is not loaded."""
+
+    def get(self, dictionary_id: str, /) -> bytes | None: ...
+
+
+def compress(data: bytes, *, level: int = 3, dictionary: bytes | None = None) -> bytes:
+    """One zstd frame that states its content size."""
+    if dictionary is None:
+        return zstandard.ZstdCompressor(level=level).compress(data)
+    shared = zstandard.ZstdCompressionDict(dictionary)
+    return zstandard.ZstdCompressor(level=level, dict_data=shared).compress(data)
+
+
+class LoadedDictionaries(dict[str, bytes]):
+    """Dictionaries by id, with the decompressors made from them: setting one up costs 20 uses.
+
+    Belongs to one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ready: dict[str, zstandard.ZstdDecompressor] = {}
+
+    def decompressor(self, dictionary_id: str) -> zstandard.ZstdDecompressor:
+        """The decompressor for a dictionary that is loaded, or for none where the id is empty."""
+        found = self._ready.get(dictionary_id)
+        if found is None:
+            if len(self._ready) >= MAX_DECOMPRESSORS:
+                self._ready.clear()
+            content = self[dictionary_id] if dictionary_id else None
+            found = self._ready[dictionary_id] = _decompressor(content)
+        return found
+
+
+def decompress(
+    data: bytes, *, dictionary_id: str | None = None, dictionaries: Dictionaries | None = None
+) -> bytes:
+    """Undo `compress`; DictionaryMissing tells which dictionary to fetch first."""
+    content: bytes | None = None
+    if dictionary_id:
+        content = dictionaries.get(dictionary_id) if dictionaries is not None else None
+        if content is None:
+            raise DictionaryMissing(dictionary_id)
+    try:
+        size = zstandard.frame_content_size(data)
+        if size < 0 or size > MAX_PLAIN_BYTES:
+            raise WireError("zstd frame without a sane content size")
+        if isinstance(dictionaries, LoadedDictionaries):
+            decompressor = dictionaries.decompressor(dictionary_id or "")
+        else:
+            decompressor = _decompressor(content)
+        return decompressor.decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError(f"damaged zstd frame: {error}") from error
+
+
+def _decompressor(dictionary: bytes | None) -> zstandard.ZstdDecompressor:
+    shared = None if dictionary is None else zstandard.ZstdCompressionDict(dictionary)
+    return zstandard.ZstdDecompressor(dict_data=shared)

@@ -1,0 +1,1 @@
+"""Spark job that rebuilds the tables and keeps them current."""

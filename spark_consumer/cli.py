@@ -1,0 +1,215 @@
+"""The command `spark-consumer`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import signal
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from consumer_sdk.errors import CdcError, UsageError
+from consumer_sdk.settings import NatsSettings
+from consumer_sdk.version import __version__
+from spark_consumer.errors import SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+    from spark_consumer.job import SparkJob
+
+DESCRIPTION = (
+    "Keep tables of a PostgreSQL database in a Delta Lake: rebuild them from a snapshot, then "
+    "apply every change exactly once."
+)
+EPILOG = """\
+Tables are written as in SQL: users, sales.orders, sales."Odd Table.1" (mind the shell's quotes).
+NATS is found through --nats and --prefix, or NATS_URL (or NATS_HOST, NATS_PORT, NATS_BRIDGE_USER,
+NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and BRIDGE_PREFIX.
+Exit codes: 0 fine, 1 the answer is no, 2 bad settings, 3 NATS, bridge or table not usable as
+configured, 4 data at risk: nothing was written that is not in its place.
+"""
+_NEEDED = ("pyspark", "pyarrow", "pandas", "deltalake")
+_TRIGGER = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|sec|seconds?|m|min|minutes?)?\Z")
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options; nothing of Spark is needed for them."""
+    parser = _Parser(
+        prog="spark-consumer",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"spark-consumer {__version__}")
+    parser.add_argument("--tables", metavar="A,B", required=True, help="the tables to keep")
+    parser.add_argument(
+        "--lake", metavar="DIR", required=True, help="directory of the Delta tables"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="end when everything stored by now is applied"
+    )
+    parser.add_argument(
+        "--trigger",
+        metavar="TIME",
+        type=_trigger_seconds,
+        default=2.0,
+        help="time between batches: 500ms, 10s, 1m; default 2s",
+    )
+    parser.add_argument(
+        "--rows-per-batch",
+        metavar="N",
+        type=_count,
+        default=200_000,
+        help="about how many changes a batch takes, default 200000; transactions stay whole",
+    )
+    parser.add_argument(
+        "--unrepresentable",
+        choices=("error", "null", "text"),
+        default="error",
+        help="what to do with values Spark cannot hold, such as infinity or a numeric NaN: stop, "
+        "write null, or null with the text in a column NAME__text; default error",
+    )
+    parser.add_argument(
+        "--soft-deletes",
+        action="store_true",
+        help="keep deleted rows, marked in a column _deleted",
+    )
+    parser.add_argument(
+        "--synced-at", action="store_true", help="add a column _synced_at: when a row was written"
+    )
+    parser.add_argument(
+        "--rebootstrap",
+        action="store_true",
+        help="rebuild a table from a new snapshot where it cannot go on (gap in the stream, "
+        "restored table, incompatible change of columns) instead of stopping",
+    )
+    spark = parser.add_argument_group("Spark")
+    spark.add_argument("--master", metavar="URL", help="Spark master; default local[*]")
+    spark.add_argument(
+        "--conf",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        type=_setting,
+        help="a Spark setting; may be given several times",
+    )
+    nats = parser.add_argument_group("NATS")
+    nats.add_argument(
+        "--nats", metavar="URL", help="address, several separated by commas [NATS_URL]"
+    )
+    nats.add_argument(
+        "--prefix", metavar="NAME", help="prefix of subjects, streams and buckets [BRIDGE_PREFIX]"
+    )
+    return parser
+
+
+def _trigger_seconds(text: str) -> float:
+    match = _TRIGGER.match(text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"not a time: {text!r}; write 500ms, 10s or 1m")
+    unit = match[2] or "s"
+    factor = 0.001 if unit == "ms" else 60.0 if unit.startswith("m") else 1.0
+    return float(match[1]) * factor
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
+    return int(text)
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, found, value = text.partition("=")
+    if not found or not key.startswith("spark."):
+        raise argparse.ArgumentTypeError(f"not a Spark setting: {text!r}; write spark.key=value")
+    return key, value
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the job; every error is one line on standard error and an exit code."""
+    try:
+        options = build_parser().parse_args(arguments)
+        _require_packages()
+        return _run_job(options)
+    except CdcError as error:
+        print(f"spark-consumer: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _require_packages() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SetupError(f"{', '.join(missing)} not installed; run: pip install 'tailrace[spark]'")
+
+
+def _run_job(options: argparse.Namespace) -> int:
+    from spark_consumer.delta_lake import DeltaLake
+    from spark_consumer.job import JobSettings, SparkJob
+    from spark_consumer.logs import start_logging
+    from spark_consumer.nats_thread import NatsThread
+    from spark_consumer.session import open_session
+    from spark_consumer.source_options import split_tables
+    from spark_consumer.table_setup import find_schemas, look_at_places
+
+    tables = split_tables(options.tables)
+    if not tables:
+        raise UsageError("--tables names no table; see spark-consumer --help")
+    settings = NatsSettings.resolve(options.nats, prefix=options.prefix, name="spark-consumer")
+    if options.nats:
+        # Spark's own processes find NATS, and its password, where every reader does.
+        os.environ["NATS_URL"] = options.nats
+    start_logging()
+    with NatsThread(settings) as nats:
+        # Bad settings show in a second, not after Spark has started.
+        schemas = nats.run(lambda client: find_schemas(client, tables))
+    look_at_places(DeltaLake(options.lake), schemas)
+    spark = open_session(options.master or "local[*]", "spark-consumer", dict(options.conf))
+    try:
+        job = SparkJob(
+            spark,
+            JobSettings(
+                nats=settings,
+                tables=tables,
+                lake=options.lake,
+                once=options.once,
+                trigger_seconds=options.trigger,
+                policy=options.unrepresentable,
+                soft_deletes=options.soft_deletes,
+                synced_at=options.synced_at,
+                rebootstrap=options.rebootstrap,
+                rows_per_batch=options.rows_per_batch,
+            ),
+        )
+        _stop_on_signals(job)
+        job.run()
+    finally:
+        spark.stop()
+    return 0
+
+
+def _stop_on_signals(job: SparkJob) -> None:
+    """The first signal ends the job after the batch under way, the second at once."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        job.stop()
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+
+def main() -> NoReturn:
+    """Entry point of the program."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,160 @@
+"""Which type a PostgreSQL column has in the lake, and how types widen from one schema to the next.
+
+Arrow types are the common language: Parquet, Delta and Spark each have one type for each used here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from consumer_sdk.wire import oids
+from consumer_sdk.wire.column_types import Column, family
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType, StructType
+
+MAX_DECIMAL_DIGITS: Final = 38
+
+TIMESTAMPTZ: Final = pa.timestamp("us", tz="UTC")
+TIMESTAMP: Final = pa.timestamp("us")
+
+_INTEGERS: Final = {
+    oids.INT2: pa.int16(),
+    oids.INT4: pa.int32(),
+    oids.INT8: pa.int64(),
+    oids.OID: pa.int64(),
+}
+_FLOATS: Final = {oids.FLOAT4: pa.float32(), oids.FLOAT8: pa.float64()}
+_BY_FAMILY: Final = {
+    "bool": pa.bool_(),
+    "bytea": pa.binary(),
+    "timestamp": TIMESTAMP,
+    "timestamptz": TIMESTAMPTZ,
+    "date": pa.date32(),
+}
+# Integers by width, with the decimal digits each needs.
+_INTEGER_DIGITS: Final = {pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
+# Each float holds these integers exactly.
+_EXACT_IN: Final = {
+    pa.float32(): (pa.int16(),),
+    pa.float64(): (pa.int16(), pa.int32(), pa.float32()),
+}
+
+
+def arrow_type(column: Column) -> pa.DataType:
+    """The lake's type for a column; what has no type of its own there is text."""
+    if column.family == "array":
+        return pa.list_(_scalar_type(column, column.element_oid))
+    return _scalar_type(column, column.base_type_oid)
+
+
+def _scalar_type(column: Column, oid: int) -> pa.DataType:
+    kind = family(oid)
+    if kind == "int":
+        return _INTEGERS[oid]
+    if kind == "float":
+        return _FLOATS[oid]
+    if kind == "numeric":
+        return _decimal_type(column.numeric_precision, column.numeric_scale)
+    return _BY_FAMILY.get(kind, pa.string())
+
+
+def _decimal_type(precision: int | None, scale: int | None) -> pa.DataType:
+    if precision is None or scale is None:
+        return pa.string()
+    # PostgreSQL 15 allows numeric(3, 5) and numeric(3, -2); decimals need 0 <= scale <= precision.
+    digits = max(precision, scale) if scale >= 0 else precision - scale
+    if digits > MAX_DECIMAL_DIGITS:
+        return pa.string()
+    return pa.decimal128(digits, max(scale, 0))
+
+
+def can_be_unrepresentable(type_: pa.DataType) -> bool:
+    """Whether PostgreSQL has values of this column that the type cannot hold.
+
+    infinity, years BC and after 9999, NaN in a numeric, several dimensions or odd bounds.
+    """
+    limited = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_decimal, pa.types.is_list)
+    return any(holds(type_) for holds in limited)
+
+
+def widened(current: pa.DataType, column: Column) -> pa.DataType | None:
+    """The narrowest type that holds what the lake has and what the column may bring.
+
+    None where there is none: the change needs a new bootstrap.
+    """
+    wanted = arrow_type(column)
+    if current == wanted:
+        return current
+    if pa.types.is_list(current) and pa.types.is_list(wanted):
+        element = _wider(current.value_type, wanted.value_type, numeric=_is_numeric(column))
+        return None if element is None else pa.list_(element)
+    return _wider(current, wanted, numeric=_is_numeric(column))
+
+
+def _is_numeric(column: Column) -> bool:
+    return "numeric" in (column.family, column.element_family)
+
+
+def _wider(a: pa.DataType, b: pa.DataType, *, numeric: bool) -> pa.DataType | None:
+    if a == b:
+        return a
+    for narrow, wide in ((a, b), (b, a)):
+        if narrow in _EXACT_IN.get(wide, ()):
+            return wide
+        # numeric without bounds is text in the lake; numbers read the same there.
+        if numeric and pa.types.is_string(wide) and pa.types.is_decimal(narrow):
+            return wide
+    if a in _INTEGER_DIGITS and b in _INTEGER_DIGITS:
+        return a if _INTEGER_DIGITS[a] > _INTEGER_DIGITS[b] else b
+    digits_a, digits_b = _decimal_digits(a), _decimal_digits(b)
+    if digits_a and digits_b:
+        before, after = (max(pair) for pair in zip(digits_a, digits_b, strict=True))
+        if before + after <= MAX_DECIMAL_DIGITS:
+            return pa.decimal128(before + after, after)
+    return None
+
+
+def _decimal_digits(type_: pa.DataType) -> tuple[int, int] | None:
+    """Digits before and after the point."""
+    if pa.types.is_decimal(type_):
+        return type_.precision - type_.scale, type_.scale
+    digits = _INTEGER_DIGITS.get(type_)
+    return None if digits is None else (digits, 0)
+
+
+def spark_type(type_: pa.DataType) -> DataType:
+    """The Spark type for an Arrow type that `arrow_type` gives."""
+    from pyspark.sql import types as spark
+
+    if pa.types.is_list(type_):
+        return spark.ArrayType(spark_type(type_.value_type))
+    if pa.types.is_struct(type_):
+        return spark_schema(pa.schema(list(type_)))
+    if pa.types.is_decimal(type_):
+        return spark.DecimalType(type_.precision, type_.scale)
+    simple: dict[pa.DataType, DataType] = {
+        pa.bool_(): spark.BooleanType(),
+        pa.int16(): spark.ShortType(),
+        pa.int32(): spark.IntegerType(),
+        pa.int64(): spark.LongType(),
+        pa.float32(): spark.FloatType(),
+        pa.float64(): spark.DoubleType(),
+        pa.string(): spark.StringType(),
+        pa.binary(): spark.BinaryType(),
+        pa.date32(): spark.DateType(),
+        TIMESTAMP: spark.TimestampNTZType(),
+        TIMESTAMPTZ: spark.TimestampType(),
+    }
+    return simple[type_]
+
+
+def spark_schema(schema: pa.Schema) -> StructType:
+    """The StructType of an Arrow schema; every column nullable, as in the lake."""
+    from pyspark.sql import types as spark
+
+    return spark.StructType(
+        [spark.StructField(field.name, spark_type(field.type)) for field in schema]
+    )

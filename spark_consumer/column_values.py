@@ -1,0 +1,218 @@
+"""Wire values to Arrow arrays, a column at a time.
+
+The quick way converts a whole column in Arrow; where that fails, values are taken one by one, to
+find those the type cannot hold and do with them what the policy says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import date, datetime
+from decimal import Decimal, InvalidOperation
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import pyarrow as pa
+
+from consumer_sdk.errors import CorruptData
+from spark_consumer.errors import UnrepresentableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Unrepresentable = Literal["error", "null", "text"]
+"""What to do with a value its column cannot hold: stop, write null, or null beside its text."""
+
+_TIMESTAMP: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z?\Z")
+
+
+class _NoPlaceError(ValueError):
+    """The type cannot hold the value."""
+
+
+def jsonb_text(value: object) -> str:
+    """A decoded jsonb value spelled as PostgreSQL spells it."""
+    return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
+
+
+def wire_text(value: object) -> str:
+    """A value that fits nowhere, as text: PostgreSQL's own where it travelled as text."""
+    return value if isinstance(value, str) else jsonb_text(value)
+
+
+class ColumnWriter:
+    """Turns the wire values of one column into an Arrow array of the lake's type.
+
+    json and jsonb come as text here. `describe(index)` names a row in errors.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        name: str,
+        type_: pa.DataType,
+        *,
+        policy: Unrepresentable = "error",
+    ) -> None:
+        self._table = table
+        self._name = name
+        self.type = type_
+        self._policy = policy
+        self._one = _converter(type_)
+
+    def write(
+        self, values: Sequence[Any], describe: Callable[[int], str]
+    ) -> tuple[pa.Array, pa.Array | None]:
+        """The array, and an array of texts for what it cannot hold if the policy keeps those."""
+        try:
+            quick = _quick(values, self.type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
+            quick = None
+        if quick is not None:
+            return quick, None
+        return self._slow(values, describe)
+
+    def _slow(
+        self, values: Sequence[Any], describe: Callable[[int], str]
+    ) -> tuple[pa.Array, pa.Array | None]:
+        converted: list[Any] = []
+        texts: list[str | None] | None = None
+        for index, value in enumerate(values):
+            try:
+                converted.append(None if value is None else self._one(value))
+            except _NoPlaceError:
+                if self._policy == "error":
+                    raise UnrepresentableError(
+                        f"table {self._table}, column {self._name}, row {describe(index)}: "
+                        f"{wire_text(value)[:60]!r} does not fit {self.type}; "
+                        "choose --unrepresentable=null or --unrepresentable=text"
+                    ) from None
+                if self._policy == "text":
+                    texts = texts if texts is not None else [None] * len(values)
+                    texts[index] = wire_text(value)
+                converted.append(None)
+            except (TypeError, ValueError) as error:
+                raise CorruptData(
+                    f"table {self._table}, column {self._name}, row {describe(index)}: "
+                    f"a {type(value).__name__} where {self.type} is due"
+                ) from error
+        array = pa.array(converted, self.type)
+        return array, None if texts is None else pa.array(texts, pa.string())
+
+
+def _quick(values: Sequence[Any], type_: pa.DataType) -> pa.Array | None:
+    """Convert a column as a whole, None where some value needs a closer look."""
+    if pa.types.is_list(type_) and not all(
+        value is None or isinstance(value, list) for value in values
+    ):
+        return None
+    inferred = pa.array(values)
+    if inferred.type == type_:
+        return inferred
+    return inferred.cast(type_) if _reads_as(inferred.type, type_) else None
+
+
+def _reads_as(inferred: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether Arrow's checked cast is the conversion meant, and not a guess."""
+    if pa.types.is_null(inferred) or inferred == wanted:
+        return True
+    if pa.types.is_string(inferred):
+        return bool(pa.types.is_temporal(wanted) or pa.types.is_decimal(wanted))
+    if pa.types.is_integer(inferred):
+        return bool(pa.types.is_integer(wanted) or pa.types.is_floating(wanted))
+    if pa.types.is_list(inferred) and pa.types.is_list(wanted):
+        return _reads_as(inferred.value_type, wanted.value_type)
+    return bool(pa.types.is_floating(inferred) and pa.types.is_floating(wanted))
+
+
+def _converter(type_: pa.DataType) -> Callable[[Any], Any]:
+    if pa.types.is_list(type_):
+        one = _converter(type_.value_type)
+
+        def to_list(value: Any) -> list[Any]:
+            # Odd bounds travel as text; nested lists are further dimensions.
+            if isinstance(value, str) or any(isinstance(item, list) for item in value):
+                raise _NoPlaceError
+            return [None if item is None else one(item) for item in value]
+
+        return to_list
+    if pa.types.is_timestamp(type_):
+        return _to_zoned if type_.tz else _to_zoneless
+    if pa.types.is_date(type_):
+        return _to_date
+    if pa.types.is_decimal(type_):
+        return _to_decimal(type_.precision, type_.scale)
+    if pa.types.is_boolean(type_):
+        return _instance_of(bool)
+    if pa.types.is_integer(type_):
+        return _instance_of(int)
+    if pa.types.is_floating(type_):
+        return _to_float
+    if pa.types.is_binary(type_):
+        return _instance_of(bytes)
+    return _instance_of(str)
+
+
+def _instance_of(kind: type) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            raise TypeError(f"not a {kind.__name__}")
+        return value
+
+    return check
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError("not a number")
+    return float(value)
+
+
+def _to_timestamp(value: Any) -> datetime:
+    if not isinstance(value, str):
+        raise TypeError("not text")
+    if _TIMESTAMP.match(value) is None:
+        raise _NoPlaceError
+    return datetime.fromisoformat(value)
+
+
+def _to_zoned(value: Any) -> datetime:
+    moment = _to_timestamp(value)
+    if moment.tzinfo is None:
+        raise _NoPlaceError
+    return moment
+
+
+def _to_zoneless(value: Any) -> datetime:
+    moment = _to_timestamp(value)
+    if moment.tzinfo is not None:
+        raise _NoPlaceError
+    return moment
+
+
+def _to_date(value: Any) -> date:
+    if not isinstance(value, str):
+        raise TypeError("not text")
+    try:
+        return date.fromisoformat(value)
+    except ValueError:
+        raise _NoPlaceError from None
+
+
+def _to_decimal(precision: int, scale: int) -> Callable[[Any], Decimal]:
+    def convert(value: Any) -> Decimal:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise TypeError("not a number")
+        try:
+            number = Decimal(value)
+        except InvalidOperation:
+            raise TypeError("not a number") from None
+        if not number.is_finite():
+            raise _NoPlaceError
+        _, digits, exponent = number.as_tuple()
+        assert isinstance(exponent, int)
+        if any(digits) and (-exponent > scale or len(digits) + exponent > precision - scale):
+            raise _NoPlaceError
+        return number
+
+    return convert

@@ -1,0 +1,56 @@
+"""Errors of the Spark consumer, by what the operator must do; the SDK's pass through unchanged.
+
+SparkConsumerError
+    SetupError            fix the installation or the options: pyspark, Java, flags
+    UnsuitableTableError  fix the table: no key, columns the lake cannot name
+    UnrepresentableError  decide what to do with values Spark cannot hold (--unrepresentable)
+    SchemaChangeError     rebuild the table: its columns changed in a way that needs it
+    LakeBusyError         end the other job, or give it all tables
+    LakeError             look at the lake: another table, a restored or foreign version
+
+Each carries `exit_code`, the status with which `spark-consumer` ends.
+"""
+
+from __future__ import annotations
+
+from consumer_sdk.errors import CdcError
+
+
+class SparkConsumerError(CdcError):
+    """Anything that the Spark consumer itself reports; the message is one line."""
+
+
+class SetupError(SparkConsumerError):
+    """The job cannot run as installed or as asked for."""
+
+    exit_code = 2
+
+
+class UnsuitableTableError(SparkConsumerError):
+    """The table as PostgreSQL has it cannot be kept in the lake."""
+
+    exit_code = 3
+
+
+class UnrepresentableError(SparkConsumerError):
+    """A value has no place in its column's type."""
+
+    exit_code = 4
+
+
+class SchemaChangeError(SparkConsumerError):
+    """A schema change cannot be followed in place."""
+
+    exit_code = 4
+
+
+class LakeBusyError(SparkConsumerError):
+    """Another job keeps this lake."""
+
+    exit_code = 3
+
+
+class LakeError(SparkConsumerError):
+    """The lake does not hold what this job left there."""
+
+    exit_code = 4

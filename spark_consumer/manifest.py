@@ -1,0 +1,80 @@
+"""Which versions of the tables belong together: those that show the source at one position.
+
+Tables are committed one after another, so their newest versions may be some transactions apart. An
+entry of the manifest names one version of each, all at the same position of each source.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KEPT_ENTRIES: Final = 500
+_DIGITS: Final = 12
+
+
+@dataclass(frozen=True)
+class SourceMark:
+    """A position of a source: everything up to this commit LSN, nothing after it."""
+
+    epoch: int
+    stream_seq: int
+    commit_lsn: int
+
+
+@dataclass(frozen=True)
+class ManifestEntry:
+    """Versions that belong together; `written_at` is in microseconds since 1970."""
+
+    written_at: int
+    sources: Mapping[str, SourceMark]
+    tables: Mapping[str, int]
+
+
+class Manifest:
+    """The entries of one lake, each a file of its own, appended atomically."""
+
+    def __init__(self, lake_directory: str) -> None:
+        self._directory = Path(lake_directory, "_tailrace", "manifest")
+
+    def append(self, entry: ManifestEntry) -> None:
+        """Add an entry; readers see all of it or nothing. Old ones are dropped."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        files = self._files()
+        number = int(files[-1].stem) + 1 if files else 1
+        target = self._directory / f"{number:0{_DIGITS}}.json"
+        temporary = target.with_suffix(".tmp")
+        with temporary.open("w") as file:
+            json.dump(asdict(entry), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        for old in files[: max(0, len(files) + 1 - KEPT_ENTRIES)]:
+            old.unlink(missing_ok=True)
+
+    def entries(self) -> list[ManifestEntry]:
+        """All entries, oldest first."""
+        return [_read(file) for file in self._files()]
+
+    def latest(self) -> ManifestEntry | None:
+        """The newest entry."""
+        files = self._files()
+        return _read(files[-1]) if files else None
+
+    def _files(self) -> list[Path]:
+        return sorted(file for file in self._directory.glob("*.json") if file.stem.isdecimal())
+
+
+def _read(file: Path) -> ManifestEntry:
+    document: dict[str, Any] = json.loads(file.read_text())
+    return ManifestEntry(
+        written_at=int(document["written_at"]),
+        sources={name: SourceMark(**mark) for name, mark in document["sources"].items()},
+        tables={name: int(version) for name, version in document["tables"].items()},
+    )

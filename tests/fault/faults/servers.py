@@ -1,0 +1,122 @@
+"""PostgreSQL and nats-server crash, restart, freeze, and take rights away."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from tests.fault.faults.registry import fault
+
+if TYPE_CHECKING:
+    import random
+
+    from tests.fault.world import World
+
+
+@fault("postgres: kill -9")
+async def kill_postgres(world: World, rng: random.Random) -> None:
+    world.postgres.kill()
+    await world.wait(rng.random() * 2)
+    await asyncio.to_thread(world.postgres.start)
+
+
+@fault("postgres: fast restart", weight=2)
+async def restart_postgres(world: World, _: random.Random) -> None:
+    await asyncio.to_thread(world.postgres.stop, "fast", 60)
+    await asyncio.to_thread(world.postgres.start)
+
+
+@fault("postgres: frozen", weight=2)
+async def freeze_postgres(world: World, rng: random.Random) -> None:
+    world.postgres.freeze()
+    await world.wait(rng.choice((1, 3, 13)), watching=False)
+    world.postgres.thaw()
+
+
+@fault("postgres: sessions terminated")
+async def terminate_sessions(world: World, _: random.Random) -> None:
+    world.terminate_sessions()
+
+
+@fault("postgres: login revoked and restored", weight=2)
+async def revoke_login(world: World, rng: random.Random) -> None:
+    role = world.role_name
+    database = world.scenario.database
+    database.execute(f"ALTER ROLE {role} NOLOGIN")
+    world.terminate_sessions()
+    await world.wait(rng.choice((1, 3, 6)))
+    database.execute(f"ALTER ROLE {role} LOGIN")
+
+
+@fault("nats: kill -9", weight=5, needs="single")
+async def kill_nats(world: World, rng: random.Random) -> None:
+    world.nats.kill()
+    await world.wait(rng.random() * 2)
+    await asyncio.to_thread(world.nats.start)
+
+
+@fault("nats: SIGTERM and restart", weight=2, needs="single")
+async def restart_nats(world: World, _: random.Random) -> None:
+    await asyncio.to_thread(world.nats.restart)
+
+
+@fault("nats: frozen", weight=2, needs="single")
+async def freeze_nats(world: World, rng: random.Random) -> None:
+    world.nats.freeze()
+    await world.wait(rng.choice((1, 4, 18)))
+    world.nats.thaw()
+
+
+@fault("nats: credentials revoked and restored", weight=2, needs="single")
+async def revoke_credentials(world: World, rng: random.Random) -> None:
+    world.admit_bridge(admitted=False)
+    await world.wait(rng.choice((1, 4, 8)))
+    world.admit_bridge(admitted=True)
+
+
+@fault("cluster: leader of the stream killed", weight=10, needs="cluster")
+async def kill_leader(world: World, rng: random.Random) -> None:
+    server = await world.stream_leader()
+    server.kill()
+    await world.wait(rng.uniform(0.5, 3))
+    server.launch()
+    await asyncio.to_thread(server.wait_until_healthy, 90)
+
+
+@fault("cluster: leader of the stream frozen", weight=3, needs="cluster")
+async def freeze_leader(world: World, rng: random.Random) -> None:
+    server = await world.stream_leader()
+    server.freeze()
+    await world.wait(rng.choice((2, 6, 15)))
+    server.thaw()
+
+
+@fault("cluster: a node frozen", weight=3, needs="cluster")
+async def freeze_node(world: World, rng: random.Random) -> None:
+    assert world.cluster is not None
+    server = rng.choice(world.cluster.servers)
+    server.freeze()
+    await world.wait(rng.choice((2, 6, 15)))
+    server.thaw()
+
+
+@fault("cluster: a node restarted", weight=2, needs="cluster")
+async def restart_node(world: World, rng: random.Random) -> None:
+    assert world.cluster is not None
+    server = rng.choice(world.cluster.servers)
+    await asyncio.to_thread(server.stop)
+    server.launch()
+    await asyncio.to_thread(server.wait_until_healthy, 90)
+
+
+@fault("cluster: majority lost and back", weight=1, needs="cluster")
+async def lose_majority(world: World, rng: random.Random) -> None:
+    assert world.cluster is not None
+    servers = rng.sample(world.cluster.servers, 2)
+    for server in servers:
+        server.kill()
+    await world.wait(rng.uniform(1, 4))
+    for server in servers:
+        server.launch()
+    for server in servers:
+        await asyncio.to_thread(server.wait_until_healthy, 90)

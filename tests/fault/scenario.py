@@ -1,0 +1,187 @@
+"""One bridge under load on real servers, what is done to it, and the verdict at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import nats
+import nats.errors
+import psycopg
+
+from consumer_sdk.wire import Subjects, parse_lsn
+from tests.fault.stream_oracle import (
+    StreamHistory,
+    check_confirmed,
+    compare_with_source,
+    read_history,
+)
+from tests.fixtures.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nats.aio.client import Client
+
+    from tests.fault.workload import Workload
+    from tests.fixtures.bridge_process import BridgeProcess
+    from tests.fixtures.postgres import Database
+
+LONG = bool(os.environ.get("TAILRACE_LONG"))
+ROUNDS = 20 if LONG else 3
+DRAIN_SECONDS = 60
+
+
+def chosen_seed() -> int:
+    """The seed of this run: TAILRACE_SEED, or a new one; printed, so that it can be repeated."""
+    seed = int(os.environ.get("TAILRACE_SEED") or random.SystemRandom().randrange(1 << 31))
+    print(f"seed {seed}: repeat with TAILRACE_SEED={seed}")
+    return seed
+
+
+@dataclass
+class Scenario:
+    """What a fault test works with; `verdict` ends it."""
+
+    database: Database
+    prefix: str
+    nats_url: str
+    client: Client
+    start: Callable[..., BridgeProcess]
+    slot: str = ""
+    flags: tuple[str, ...] = ()
+    samples: list[tuple[int, int]] = field(default_factory=list)
+    seed: int = -1
+
+    def __post_init__(self) -> None:
+        self.subjects = Subjects(self.prefix)
+        self.slot = self.slot or f"slot_{self.database.name}"
+        if self.seed < 0:
+            self.seed = chosen_seed()
+        self.rng = random.Random(self.seed)
+
+    def bridge(self, *flags: str, **options: Any) -> BridgeProcess:
+        """Start a bridge; ready when this returns, unless told otherwise."""
+        options = {"slot": self.slot, "nats_url": self.nats_url, **options}
+        return self.start(*self.flags, *flags, **options)
+
+    async def api(self, subject: str, body: Any = None) -> dict[str, Any]:
+        """One request to the JetStream API."""
+        payload = b"" if body is None else json.dumps(body).encode()
+        reply = await self.client.request(f"$JS.API.{subject}", payload, timeout=10)
+        answer: dict[str, Any] = json.loads(reply.data)
+        assert "error" not in answer, answer["error"]
+        return answer
+
+    async def last_sequence(self) -> int:
+        """Where the CDC stream ends."""
+        info = await self.api(f"STREAM.INFO.{self.subjects.cdc_stream}")
+        last: int = info["state"]["last_seq"]
+        return last
+
+    async def grown(self, by: int = 1, timeout: float = 30) -> None:
+        """Wait until the stream has grown by a number of messages."""
+        try:
+            wanted = await self.last_sequence() + by
+        except AssertionError:
+            wanted = by
+
+        async def reached() -> bool:
+            try:
+                return await self.last_sequence() >= wanted
+            except (AssertionError, nats.errors.Error):
+                return False
+
+        await eventually(reached, timeout, f"{by} more messages")
+
+    def confirmed_lsn(self) -> int:
+        """What PostgreSQL was told."""
+        slot = self.database.slot(self.slot)
+        assert slot is not None
+        return parse_lsn(slot["confirmed_flush_lsn"])
+
+    async def drained(self, timeout: float = DRAIN_SECONDS) -> None:
+        """Wait until everything written so far is confirmed."""
+        target = parse_lsn(self.database.current_lsn())
+        await eventually(
+            lambda: self.confirmed_lsn() >= target, timeout, "everything published and confirmed"
+        )
+
+    async def history(self) -> StreamHistory:
+        """The stream's history, with every rule checked."""
+        return await read_history(self.client, self.prefix)
+
+    async def verdict(self, workload: Workload | None = None, *, tables: Any = ()) -> StreamHistory:
+        """Wait for the end, then hold the stream against the rules and the source."""
+        await self.drained()
+        history = await self.history()
+        source = history.sources[self.slot]
+        compare_with_source(
+            self.database.dsn, source.events, workload.tables if workload else tables
+        )
+        check_confirmed(source, self.samples)
+        return history
+
+    def sampling(self) -> Sampler:
+        """Sample the confirmed position beside the stream's end for as long as it is entered."""
+        return Sampler(self)
+
+
+async def create_stream(scenario: Scenario, **config: Any) -> None:
+    """Create the CDC stream as an operator might have, without fast-ingest batches."""
+    subjects = scenario.subjects
+    body = {
+        "name": subjects.cdc_stream,
+        "subjects": [subjects.cdc_all],
+        "storage": "file",
+        "duplicate_window": int(1e9),
+        **config,
+    }
+    await scenario.api(f"STREAM.CREATE.{subjects.cdc_stream}", body)
+
+
+async def ignore(_error: Exception) -> None:
+    """What a client says of a server that is away on purpose."""
+
+
+class Sampler:
+    """Asks PostgreSQL what was confirmed, then NATS where the stream ends, over and over."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._sample()))
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    async def _sample(self) -> None:
+        scenario = self._scenario
+        client = await nats.connect(
+            scenario.nats_url.split(","),
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.1,
+            error_cb=ignore,
+        )
+        while not self._stop.is_set():
+            try:
+                confirmed = await asyncio.to_thread(scenario.confirmed_lsn)
+                answer = await client.request(
+                    f"$JS.API.STREAM.INFO.{scenario.subjects.cdc_stream}", timeout=1
+                )
+                last = json.loads(answer.data)["state"]["last_seq"]
+                scenario.samples.append((confirmed, last))
+            except (AssertionError, KeyError, OSError, psycopg.Error, nats.errors.Error):
+                pass
+            await asyncio.sleep(0.05)
+        await client.close()

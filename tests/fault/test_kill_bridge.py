@@ -1,0 +1,59 @@
+"""kill -9 of the bridge at any moment loses nothing and repeats nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.fault.conftest import prepare
+from tests.fault.scenario import ROUNDS, create_stream
+
+BEYOND_DEDUPLICATION = 1.2
+
+
+async def _kill_and_pause(scenario, load, *flags):
+    """Rounds of: run under load, kill at a random moment, stay away longer than the window."""
+    bridge = scenario.bridge(*flags)
+    with load, scenario.sampling():
+        for _ in range(ROUNDS):
+            await scenario.grown(20)
+            # The moment is random on purpose; the pause has to outlast the window.
+            await asyncio.sleep(scenario.rng.random() * 0.7)
+            bridge.kill()
+            await asyncio.sleep(BEYOND_DEDUPLICATION)
+            bridge = scenario.bridge(*flags)
+        await scenario.grown(20)
+    assert len(scenario.samples) > 10
+    return bridge
+
+
+@pytest.mark.parametrize("flags", [(), ("--pack",)], ids=["msgpack", "pack"])
+async def test_kill_at_random_moments_leaves_every_change_once_and_in_order(scenario, flags):
+    load = prepare(scenario)
+    await _kill_and_pause(scenario, load, *flags)
+    history = await scenario.verdict(load)
+    source = history.sources[scenario.slot]
+    assert len(source.epochs) == 1
+    assert source.fences > ROUNDS
+    assert not history.foreign
+
+
+async def test_kill_at_random_moments_where_the_stream_takes_no_batches(scenario):
+    await create_stream(scenario)
+    load = prepare(scenario)
+    bridge = await _kill_and_pause(scenario, load, "--json")
+    assert bridge.status()["mode"] == "plain"
+    history = await scenario.verdict(load)
+    assert len(history.sources[scenario.slot].epochs) == 1
+
+
+@pytest.mark.parametrize(("version", "flags"), [("2.10.26", ()), ("2.12.8", ("--pack",))])
+async def test_kill_at_random_moments_on_an_older_server(scenario_on, version, flags):
+    scenario, _ = await scenario_on(version)
+    load = prepare(scenario)
+    bridge = await _kill_and_pause(scenario, load, *flags)
+    status = bridge.status()
+    assert (status["mode"], status["versions"]["nats"]) == ("plain", version)
+    history = await scenario.verdict(load)
+    assert len(history.sources[scenario.slot].epochs) == 1

@@ -1,0 +1,167 @@
+"""`bridge check` as operators run it: report, JSON, exit codes, the set-up SQL."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.demo.servers import NatsServer, PostgresServer
+    from tests.fixtures.postgres import Database
+
+
+@pytest.fixture
+def check(
+    run_command: Callable[..., subprocess.CompletedProcess[str]],
+    database: Database,
+    nats_server: NatsServer,
+    prefix: str,
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        slot = f"slot_{database.name}"
+        return run_command(
+            "bridge", "check", "--slot", slot, "--pub", "pub", "--prefix", prefix, *flags,
+            environment=environment,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def published(database: Database) -> Database:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    return database
+
+
+def test_a_sound_setup_exits_0_with_warnings_at_most(
+    published: Database, check: Callable[..., Any]
+) -> None:
+    answer = check()
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "0 problems" in answer.stdout
+    assert answer.stdout.rstrip().endswith("the bridge can run")
+    assert answer.stderr == ""
+
+
+def test_a_problem_exits_3_and_prints_what_why_and_fix(
+    published: Database, check: Callable[..., Any]
+) -> None:
+    published.execute("CREATE TABLE bare (a int); ALTER PUBLICATION pub ADD TABLE bare")
+    answer = check()
+    assert answer.returncode == 3
+    assert answer.stdout.startswith("PROBLEM  PostgreSQL: table bare has no replica identity")
+    assert "why: PostgreSQL refuses every UPDATE and DELETE" in answer.stdout
+    assert 'fix: ALTER TABLE "public"."bare" REPLICA IDENTITY FULL;' in answer.stdout
+
+
+def test_json_holds_every_finding_with_its_parts(
+    published: Database, check: Callable[..., Any]
+) -> None:
+    published.execute("DROP PUBLICATION pub")
+    answer = check("--json")
+    assert answer.returncode == 3
+    document = json.loads(answer.stdout)
+    assert document["ok"] is False
+    by_code = {finding["code"]: finding for finding in document["findings"]}
+    assert by_code["publication-missing"]["severity"] == "problem"
+    assert set(by_code["publication-missing"]) == {
+        "severity", "side", "code", "what", "why", "fix", "blocks",
+    }  # fmt: skip
+    assert {"postgres", "nats"} == {finding["side"] for finding in document["findings"]}
+
+
+def test_both_sides_being_away_are_two_findings_without_secrets(
+    published: Database, check: Callable[..., Any]
+) -> None:
+    answer = check(
+        DATABASE_URL="postgresql://someone:s3cret@127.0.0.1:1/app",
+        NATS_URL="nats://someone:s3cret@127.0.0.1:1",
+    )
+    assert answer.returncode == 3
+    assert "[pg-unreachable]" in answer.stdout
+    assert "[nats-unreachable]" in answer.stdout
+    assert "s3cret" not in answer.stdout + answer.stderr
+
+
+def test_wrong_credentials_for_nats_are_told_apart(
+    published: Database, check: Callable[..., Any], own_nats: Callable[..., NatsServer]
+) -> None:
+    server = own_nats(config="authorization { user: a, password: right }")
+    answer = check(NATS_URL=server.url_as("a", "wrong"))
+    assert answer.returncode == 3
+    assert "refuses the credentials" in answer.stdout
+    assert check(NATS_URL=server.url_as("a", "right")).returncode == 0
+
+
+def test_a_check_changes_nothing_and_may_run_twice(
+    published: Database, check: Callable[..., Any], nats_server: NatsServer
+) -> None:
+    streams = nats_server.monitor("/jsz")["streams"]
+    first, second = check(), check()
+    assert first.stdout == second.stdout
+    assert published.slot(f"slot_{published.name}") is None
+    assert nats_server.monitor("/jsz")["streams"] == streams
+
+
+def test_missing_flags_exit_2(run_command: Callable[..., Any]) -> None:
+    answer = run_command("bridge", "check")
+    assert answer.returncode == 2
+    assert answer.stderr.count("\n") == 1
+    assert "--slot is missing" in answer.stderr
+
+
+@pytest.mark.parametrize("version", [18, 16])
+def test_the_printed_setup_makes_a_role_that_passes_the_check_and_no_more(
+    run_command: Callable[..., Any],
+    own_postgres: Callable[..., PostgresServer],
+    nats_server: NatsServer,
+    prefix: str,
+    version: int,
+) -> None:
+    server = own_postgres(version, settings={"wal_level": "replica"})
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    name = 'odd "role'
+    url = f"postgresql://odd%20%22role:s3cret@127.0.0.1:{server.port}/postgres"
+    arguments = ["check", "--slot", "s", "--pub", "pub", "--prefix", prefix]
+    environment = {"DATABASE_URL": url, "NATS_URL": nats_server.url}
+    printed = run_command("bridge", *arguments, "--fix-sql", environment=environment)
+    assert printed.returncode == 0, printed.stderr
+    assert "s3cret" not in printed.stdout
+    psql = [server.bin_directory / "psql", "-qX", "-v", "ON_ERROR_STOP=1", server.dsn()]
+    for _ in range(2):
+        subprocess.run(psql, input=printed.stdout, text=True, check=True)
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute(
+            psycopg.sql.SQL("ALTER ROLE {} PASSWORD 's3cret'").format(psycopg.sql.Identifier(name))
+        )
+    server.restart()
+    answer = run_command("bridge", *arguments, environment=environment)
+    assert answer.returncode == 0, answer.stdout
+    assert "[role-statistics]" in answer.stdout
+    with psycopg.connect(url) as connection:
+        connection.execute("SELECT * FROM users")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            connection.execute("DELETE FROM users")
+
+
+def test_the_printed_setup_names_the_tables_of_an_existing_publication(
+    published: Database, check: Callable[..., Any]
+) -> None:
+    published.execute(
+        'CREATE SCHEMA "S"; CREATE TABLE "S"."T t" (a int PRIMARY KEY);'
+        'ALTER PUBLICATION pub ADD TABLE "S"."T t"'
+    )
+    printed = check("--fix-sql").stdout
+    assert 'GRANT USAGE ON SCHEMA "S" TO "bridge";' in printed
+    assert 'GRANT SELECT ON TABLE "S"."T t" TO "bridge";' in printed
+    assert 'GRANT SELECT ON TABLE "public"."users" TO "bridge";' in printed
+    assert "CREATE PUBLICATION" not in printed
+    assert "ALL TABLES" not in printed

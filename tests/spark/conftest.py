@@ -1,0 +1,91 @@
+"""One Spark session for all tests here, since starting one takes longer than most tests, and jobs
+that run on it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from consumer_sdk.schema import resolve_table
+from consumer_sdk.settings import NatsSettings
+from spark_consumer.cdc_source import CdcSource
+from spark_consumer.job import JobSettings, SparkJob
+from spark_consumer.session import open_session
+from spark_consumer.snapshot_source import SnapshotSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pyspark.sql import SparkSession
+
+    from bridge.demo.servers import NatsServer
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """The session, as `spark-consumer` opens it, without its web page."""
+    options = {
+        "spark.ui.enabled": "false",
+        # Short jobs only: the second compiler would never earn back what it costs.
+        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    }
+    session = open_session("local[2]", "tests", options)
+    session.dataSource.register(CdcSource)
+    session.dataSource.register(SnapshotSource)
+    yield session
+    session.stop()
+
+
+class Jobs:
+    """Runs jobs on one deployment and one lake."""
+
+    def __init__(self, spark: SparkSession, nats: NatsSettings, lake: Path) -> None:
+        self.spark = spark
+        self.nats = nats
+        self.lake = lake
+
+    def _job(self, tables: tuple[str, ...], settings: dict[str, Any]) -> SparkJob:
+        names = tuple(resolve_table(table) for table in tables)
+        return SparkJob(
+            self.spark,
+            JobSettings(nats=self.nats, tables=names, lake=str(self.lake), **settings),
+        )
+
+    def once(self, *tables: str, **settings: Any) -> SparkJob:
+        """Run a job to its end; what stops it is raised."""
+        job = self._job(tables, {"once": True, **settings})
+        job.run()
+        return job
+
+    @contextmanager
+    def following(self, *tables: str, **settings: Any) -> Iterator[SparkJob]:
+        """Have a job follow the stream while a block runs, then stop it gracefully."""
+        job = self._job(tables, {"trigger_seconds": 0.1, **settings})
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                job.run()
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield job
+        finally:
+            job.stop()
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+@pytest.fixture
+def jobs(spark: SparkSession, nats_server: NatsServer, prefix: str, tmp_path: Path) -> Jobs:
+    """Jobs on the test's deployment and a lake of its own."""
+    nats = NatsSettings.resolve(nats_server.url, prefix=prefix, environment={})
+    return Jobs(spark, nats, tmp_path / "lake")

@@ -1,0 +1,231 @@
+"""The lake by itself: positions that go with the rows, and what happens behind our back."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from spark_consumer.delta_lake import DeltaLake, DeltaLakeTable
+from spark_consumer.errors import LakeError
+from spark_consumer.lake import LakePosition, MergePlan
+from spark_consumer.parquet_files import DataFile, ParquetWriter
+
+COLUMNS = pa.schema(
+    [("id", pa.int64()), ('Odd "Col".', pa.string()), ("tags", pa.list_(pa.string()))]
+)
+START = LakePosition("slot", 100, 7, 10, 500, 501, 1)
+PLAN = MergePlan(
+    key=("id",),
+    columns={"id": "c0", 'Odd "Col".': "c1", "tags": "c2"},
+    keepable={"tags": "keep"},
+    deleted="gone",
+)
+
+
+def files(root: str, *rows: tuple[Any, ...], columns: pa.Schema = COLUMNS) -> list[DataFile]:
+    writer = ParquetWriter(root, "load-test", columns)
+    arrays = [
+        pa.array(values, field.type)
+        for values, field in zip(zip(*rows, strict=True), columns, strict=True)
+    ]
+    writer.write(pa.RecordBatch.from_arrays(arrays, schema=columns))
+    writer.finish()
+    return writer.files
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> DeltaLake:
+    return DeltaLake(str(tmp_path))
+
+
+@pytest.fixture
+def table(lake: DeltaLake) -> DeltaLakeTable:
+    """Three rows at the first position."""
+    root = lake.table_root("public", "users")
+    rows = files(root, (1, "a", ["x"]), (2, "b", None), (3, "c", []))
+    return lake.create("public", "users", rows, COLUMNS, START)
+
+
+def rows_of(table: DeltaLakeTable) -> list[tuple[Any, ...]]:
+    found = DeltaTable(table._root).to_pyarrow_table()
+    columns = [column.to_pylist() for column in found.columns]
+    return sorted(zip(*columns, strict=True))
+
+
+def staged(*rows: tuple[Any, ...]) -> Any:
+    names = ("c0", "c1", "c2", "keep", "gone")
+    kinds = (pa.int64(), pa.string(), pa.list_(pa.string()), pa.bool_(), pa.bool_())
+    columns = list(zip(*rows, strict=True)) if rows else [[]] * len(names)
+    arrays = [pa.array(list(values), kind) for values, kind in zip(columns, kinds, strict=True)]
+    return pa.Table.from_arrays(arrays, names).to_reader()
+
+
+def test_the_first_commit_holds_the_rows_and_the_position(
+    lake: DeltaLake, table: DeltaLakeTable
+) -> None:
+    assert rows_of(table) == [(1, "a", ["x"]), (2, "b", None), (3, "c", [])]
+    found = lake.find("public", "users")
+    assert found is not None
+    assert found.position("slot") == START
+    assert found.position("other") is None
+    assert found.columns == COLUMNS
+    assert found.version == 0
+
+
+def test_a_merge_updates_keeps_deletes_and_inserts_in_one_commit(table: DeltaLakeTable) -> None:
+    there = START.moved_to(20, 600, 2)
+    rows = staged(
+        (1, "A", None, True, False),
+        (2, None, None, False, True),
+        (4, "d", ["y"], False, False),
+        (5, None, None, False, True),
+    )
+    table.merge(rows, PLAN, there)
+    assert rows_of(table) == [(1, "A", ["x"]), (3, "c", []), (4, "d", ["y"])]
+    assert table.version == 1
+    assert table.position("slot") == there
+
+
+def test_a_merge_that_changes_nothing_still_moves_the_position(table: DeltaLakeTable) -> None:
+    there = START.moved_to(20, 600)
+    table.merge(staged((9, None, None, False, True)), PLAN, there)
+    assert table.position("slot") == there
+    table.merge(staged(), PLAN, there.moved_to(30, 0))
+    assert table.position("slot") == there.moved_to(30, 0)
+
+
+def test_positions_never_move_backwards() -> None:
+    assert START.moved_to(5, 5) == START
+    assert START.moved_to(50, 5) == replace(START, stream_seq=50)
+
+
+def test_files_are_exchanged_and_the_rest_stays(table: DeltaLakeTable) -> None:
+    (old,) = table.data_files()
+    table.append(files(table._root, (7, "g", None)), START.moved_to(11, 0))
+    table.exchange([old], files(table._root, (3, "c", [])), START.moved_to(12, 0))
+    assert rows_of(table) == [(3, "c", []), (7, "g", None)]
+    assert table.position("slot") == START.moved_to(12, 0)
+
+
+def test_the_whole_table_is_replaced_with_other_columns(table: DeltaLakeTable) -> None:
+    wider = pa.schema([("id", pa.decimal128(20, 0)), ("new", pa.int32())])
+    table.replace(files(table._root, (1, 5), columns=wider), wider, START.moved_to(15, 0))
+    assert table.columns == wider
+    assert [row[1] for row in rows_of(table)] == [5]
+    table.add_columns([pa.field("later", pa.timestamp("us"))])
+    assert table.columns.names == ["id", "new", "later"]
+    assert table.position("slot") == START.moved_to(15, 0)
+
+
+def test_the_position_survives_compaction_and_log_checkpoints(table: DeltaLakeTable) -> None:
+    for sequence in range(11, 41):
+        table.append(files(table._root, (sequence, "x", None)), START.moved_to(sequence, 0))
+    table.tend()
+    raw = DeltaTable(table._root)
+    assert len(raw.file_uris()) < 10
+    raw.create_checkpoint()
+    raw.cleanup_metadata()
+    assert DeltaLakeTable(table._root, "users").position("slot") == START.moved_to(40, 0)
+
+
+def test_the_first_batch_of_a_short_run_compacts_what_others_have_left(
+    lake: DeltaLake, table: DeltaLakeTable
+) -> None:
+    written = [file for n in range(11, 41) for file in files(table._root, (n, "x", None))]
+    table.append(written, START.moved_to(40, 0))
+    found = lake.find("public", "users")
+    assert found is not None
+    found.tend()
+    assert len(found.data_files()) < 10
+    assert len(rows_of(found)) == 33
+
+
+def test_a_vacuum_now_and_then_takes_what_no_version_needs(
+    lake: DeltaLake, table: DeltaLakeTable
+) -> None:
+    long_ago = time.time() - 30 * 86_400
+    left_over = Path(table._root, files(table._root, (9, "left over", None))[0].path)
+    fresh = Path(table._root, files(table._root, (9, "under way", None))[0].path)
+    os.utime(left_over, (long_ago, long_ago))
+    table.tend()
+    assert left_over.exists()
+    os.utime(Path(table._root, "_vacuumed"), (long_ago, long_ago))
+    found = lake.find("public", "users")
+    assert found is not None
+    found.tend()
+    assert not left_over.exists()
+    assert fresh.exists()
+    assert rows_of(found) == [(1, "a", ["x"]), (2, "b", None), (3, "c", [])]
+    assert found.position("slot") == START
+    version = found.version
+    again = lake.find("public", "users")
+    assert again is not None
+    again.tend()
+    assert again.version == version
+    again.require_untampered()
+
+
+def test_a_restore_is_noticed(lake: DeltaLake, table: DeltaLakeTable) -> None:
+    table.append(files(table._root, (7, "g", None)), START.moved_to(11, 0))
+    table.require_untampered()
+    raw = DeltaTable(table._root)
+    raw.restore(0)
+    raw.optimize.compact()
+    with pytest.raises(LakeError, match="users was restored"):
+        table.require_untampered()
+    found = lake.find("public", "users")
+    assert found is not None
+    with pytest.raises(LakeError, match="--rebootstrap"):
+        found.require_untampered()
+
+
+def test_maintenance_by_others_is_no_tampering(table: DeltaLakeTable) -> None:
+    table.append(files(table._root, (7, "g", None)), START.moved_to(11, 0))
+    raw = DeltaTable(table._root)
+    raw.optimize.compact()
+    raw.vacuum(dry_run=False)
+    table.require_untampered()
+
+
+def test_another_table_in_the_place_is_left_alone(lake: DeltaLake) -> None:
+    root = lake.table_root("public", "users")
+    write_deltalake(root, pa.table({"x": [1]}))
+    with pytest.raises(LakeError, match="holds another table"):
+        lake.find("public", "users")
+
+
+def test_other_files_in_the_place_are_left_alone(lake: DeltaLake, tmp_path: Path) -> None:
+    (tmp_path / "users").mkdir()
+    (tmp_path / "users" / "notes.txt").write_text("mine")
+    with pytest.raises(LakeError, match=r"notes\.txt"):
+        lake.find("public", "users")
+
+
+def test_leftovers_of_a_killed_load_are_not_adopted(lake: DeltaLake) -> None:
+    root = lake.table_root("public", "users")
+    files(root, (1, "left over", None))
+    assert lake.find("public", "users") is None
+    table = lake.create("public", "users", files(root, (2, "b", None)), COLUMNS, START)
+    assert rows_of(table) == [(2, "b", None)]
+
+
+def test_odd_names_have_directories_of_their_own(lake: DeltaLake) -> None:
+    roots = {
+        lake.table_root(*name)
+        for name in (("public", "a.b"), ("a", "b"), ("public", "a=b"), ("public", "A b"))
+    }
+    assert len(roots) == 4
+    assert not any("=" in root for root in roots)
+
+
+def test_data_files_tell_their_bounds(table: DeltaLakeTable) -> None:
+    (added,) = DeltaTable(table._root).get_add_actions(flatten=True).to_struct_array().to_pylist()
+    assert (added["num_records"], added["min.id"], added["max.id"]) == (3, 1, 3)
+    assert added["null_count.id"] == 0

