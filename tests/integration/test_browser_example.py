@@ -13,7 +13,7 @@ import pytest
 
 import consumer_sdk.examples
 from bridge.demo.servers import free_port
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import wait_until, whole_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,10 +56,10 @@ class Page:
             self.process = subprocess.Popen([NODE, script], stdout=file, stderr=subprocess.STDOUT)
 
     def text(self) -> str:
-        return self._out.read_text()
+        return "\n".join(whole_lines(self._out))
 
     def states(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.text().splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in whole_lines(self._out) if line.startswith("{")]
 
     def rows(self) -> list[dict[str, Any]]:
         shown = [state["rows"] for state in self.states() if "rows" in state]

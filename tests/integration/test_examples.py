@@ -16,7 +16,7 @@ import pytest
 
 import consumer_sdk.examples
 from tests.fixtures.bridge_process import clean_environment
-from tests.fixtures.waiting import wait_until
+from tests.fixtures.waiting import wait_until, whole_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ class Example:
             )
 
     def lines(self) -> list[str]:
-        return self._out.read_text().splitlines()
+        return whole_lines(self._out)
 
     def stop(self) -> None:
         self.process.kill()
