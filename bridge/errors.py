@@ -66,3 +66,7 @@ class HistoryBroken(DataAtRiskError):
 
 class Retryable(Exception):
     """A condition that waiting can heal."""
+
+
+class SchemaOvertaken(Retryable):
+    """KV holds a schema version that this bridge neither read nor wrote: it must start over."""

@@ -16,7 +16,13 @@ from nats.js.errors import APIError
 
 from bridge.cancellation import stay_cancelled
 from bridge.continuity import Continuity, Server, decide
-from bridge.errors import DataAtRiskError, Retryable, SourceError, UnknownToLog
+from bridge.errors import (
+    DataAtRiskError,
+    Retryable,
+    SchemaOvertaken,
+    SourceError,
+    UnknownToLog,
+)
 from bridge.preflight import raise_if_blocked
 from bridge.preflight.postgres import check_postgres
 from bridge.publish.batches import FastIngestWriter, PlainWriter
@@ -33,8 +39,8 @@ from bridge.publish.readback import RecordReader
 from bridge.publish.streams import ApiError, StreamState, stream_state
 from bridge.ring import Ring
 from bridge.schemas.catalog import Catalog
-from bridge.schemas.registry import SchemaRegistry, Structure
-from bridge.schemas.store import Document, SchemaStore
+from bridge.schemas.registry import Document, SchemaRegistry, Structure
+from bridge.schemas.store import SchemaStore
 from bridge.snapshot.dictionaries import DictionaryStore
 from bridge.snapshot.service import SnapshotService
 from bridge.telemetry.logs import event
@@ -115,6 +121,7 @@ class Session:
         self._publisher: Publisher
         self._registry: SchemaRegistry
         self._snapshots: SnapshotService
+        self._overtaken: SchemaOvertaken | None = None
         self._schemas = SchemaStore(broker.schemas, source=settings.slot, as_json=settings.json)
 
     async def open(self) -> None:
@@ -506,7 +513,11 @@ class Session:
             raise SourceError(f"table {schema}.{table} does not exist")
         token = table_token(schema, table)
         if self._registry.needs_storing(token, document):
-            await self._schemas.put(token, document)
+            try:
+                await self._schemas.put(token, document)
+            except SchemaOvertaken as error:
+                self._overtaken = error
+                raise
             self._registry.note_stored(token, document)
         version: int = document["schema_version"]
         return version
@@ -585,6 +596,8 @@ class Session:
                         await self.ensure_schema(schema, table)
             except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:
                 event(log, "schemas not refreshed", level=logging.DEBUG, reason=str(error))
+            if self._overtaken is not None:
+                raise self._overtaken
             await asyncio.sleep(TABLE_POLL_SECONDS)
 
     async def close(self, *, orderly: bool) -> None:

@@ -104,7 +104,8 @@ class SchemaRegistry:
         return self._versions[token].stored < (document["epoch"], document["schema_version"])
 
     def note_stored(self, token: str, document: Document) -> None:
-        self._versions[token].stored = (document["epoch"], document["schema_version"])
+        entry = self._versions[token]
+        entry.stored = max(entry.stored, (document["epoch"], document["schema_version"]))
 
     def note_announced(self, token: str, version: int) -> None:
         self._versions[token].announced = version

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from typing import TYPE_CHECKING
 
 import nats.errors
 from nats.js.errors import (
@@ -12,7 +13,8 @@ from nats.js.errors import (
     NoKeysError,
 )
 
-from bridge.errors import TableTaken
+from bridge.errors import SchemaOvertaken, TableTaken
+from bridge.schemas.registry import Document, fingerprint_of
 from consumer_sdk.wire.envelope import decode_payload, encode
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import format_table_name
@@ -20,7 +22,13 @@ from consumer_sdk.wire.subjects import format_table_name
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue
 
-Document = dict[str, Any]
+Identity = tuple[int, int]
+"""Epoch and version."""
+
+
+def identity_of(document: Document) -> Identity:
+    """What orders the documents of one table."""
+    return document.get("epoch", 0), document.get("schema_version", 0)
 
 
 def read_document(value: bytes) -> Document | None:
@@ -30,16 +38,24 @@ def read_document(value: bytes) -> Document | None:
         document = decode_payload(headers, value)
     except WireError:
         return None
-    return document if isinstance(document.get("columns"), list) else None
+    try:
+        fingerprint_of(document)
+    except (KeyError, TypeError):
+        return None
+    is_ordered = all(type(number) is int for number in identity_of(document))
+    return document if is_ordered else None
 
 
 class SchemaStore:
-    """The bucket `schemas`; writing checks that the table is ours."""
+    """The bucket `schemas`. A table's document is replaced by a later one of its source only."""
 
     def __init__(self, bucket: KeyValue, *, source: str, as_json: bool) -> None:
         self._bucket = bucket
         self._source = source
         self._as_json = as_json
+        self._lock = asyncio.Lock()
+        self._known: dict[str, Identity] = {}
+        """What this bridge has read or written of each table."""
 
     async def load(self) -> dict[str, Document]:
         """All documents by table token."""
@@ -56,6 +72,7 @@ class SchemaStore:
             document = read_document(entry.value or b"")
             if document is not None:
                 documents[key] = document
+                self._known[key] = identity_of(document)
         return documents
 
     def refuse_foreign(self, document: Document | None) -> None:
@@ -69,22 +86,42 @@ class SchemaStore:
         )
 
     async def put(self, token: str, document: Document) -> None:
-        """Store a document unless the table belongs to another source."""
+        """Store a document unless a later one is there already.
+
+        TableTaken if the table belongs to another source, SchemaOvertaken if another bridge of
+        this source has stored a version that this one knows nothing of.
+        """
         value = encode(document, as_json=self._as_json)
-        for _ in range(5):
-            try:
-                entry = await self._bucket.get(token)
-                self.refuse_foreign(read_document(entry.value or b""))
-                await self._bucket.update(token, value, last=entry.revision)
-            except KeyNotFoundError:
+        async with self._lock:
+            for _ in range(5):
                 try:
-                    await self._bucket.create(token, value)
+                    entry = await self._bucket.get(token)
+                    held = read_document(entry.value or b"")
+                    self.refuse_foreign(held)
+                    if held is None or self._is_before(token, held, document):
+                        await self._bucket.update(token, value, last=entry.revision)
+                except KeyNotFoundError:
+                    try:
+                        await self._bucket.create(token, value)
+                    except KeyWrongLastSequenceError:
+                        continue
                 except KeyWrongLastSequenceError:
                     continue
-            except KeyWrongLastSequenceError:
-                continue
-            return
+                self._known[token] = max(self._known.get(token, (0, 0)), identity_of(document))
+                return
         raise nats.errors.TimeoutError
+
+    def _is_before(self, token: str, held: Document, document: Document) -> bool:
+        """Whether the document must replace the one that is held."""
+        found, ours = identity_of(held), identity_of(document)
+        if found == ours and fingerprint_of(held) == fingerprint_of(document):
+            return False
+        if found == ours or found > self._known.get(token, (0, 0)):
+            name = format_table_name(str(document["schema"]), str(document["table"]))
+            raise SchemaOvertaken(
+                f"another bridge has stored version {found[1]} of the schema of {name}"
+            )
+        return found < ours
 
     async def release(self) -> int:
         """Give up every table of this source."""
