@@ -115,6 +115,7 @@ class _Pending:
         self._progress = progress
         self._stall_timeout = stall_timeout
         self._moved = 0.0
+        self._came_to: tuple[Any, ...] = ()
         self._state = "requested"
         self._snapshot_id = ""
 
@@ -228,8 +229,13 @@ class _Pending:
         if self._snapshot_id and snapshot_id != self._snapshot_id:
             return
         document = _read_map(message.data)
-        self._moved = asyncio.get_running_loop().time()
         self._state = str(document.get("state", self._state))
+        # A bridge limits by itself how long it waits before it copies; from then on its word that
+        # it lives is not enough.
+        came_to = tuple(document.get(key) for key in ("state", "rows", "chunks", "pieces_left"))
+        if self._state != "copying" or came_to != self._came_to:
+            self._moved = asyncio.get_running_loop().time()
+            self._came_to = came_to
         if self._progress is not None:
             self._progress(
                 SnapshotProgress(

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 MODULE: Final = "bridge.snapshot.worker"
 LONGEST_LINE_BYTES: Final = 1024 * 1024
 IDLE_SECONDS: Final = 20.0
+# A worker says every few seconds that it lives. The patience is counted in steps, so that a pause
+# of the whole machine is not taken for the worker's.
+SILENCE_STEP_SECONDS: Final = 5.0
+SILENCE_STEPS: Final = 12
 
 
 class WorkerProcess:
@@ -60,15 +64,32 @@ class WorkerProcess:
             await self._process.stdin.drain()
 
     async def hear(self) -> dict[str, Any]:
-        """The next line; SnapshotError when the worker failed or is gone."""
+        """The next line; SnapshotError when the worker failed, hangs, or is gone."""
+        while True:
+            line = await self._next_line()
+            if not line:
+                raise SnapshotError(f"a snapshot worker ended: {await self._reason()}")
+            message: dict[str, Any] = json.loads(line)
+            if message["say"] == "error":
+                raise SnapshotError(message["error"])
+            if message["say"] != "alive":
+                return message
+
+    async def _next_line(self) -> bytes:
         assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
-        if not line:
-            raise SnapshotError(f"a snapshot worker ended: {await self._reason()}")
-        message: dict[str, Any] = json.loads(line)
-        if message["say"] == "error":
-            raise SnapshotError(message["error"])
-        return message
+        reading = asyncio.ensure_future(self._process.stdout.readline())
+        try:
+            for _ in range(SILENCE_STEPS):
+                done, _pending = await asyncio.wait((reading,), timeout=SILENCE_STEP_SECONDS)
+                if done:
+                    return reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.wait((reading,))
+        raise SnapshotError(
+            f"a snapshot worker (process {self._process.pid}) has given no sign of life for "
+            f"{SILENCE_STEPS * SILENCE_STEP_SECONDS:g} s; it was ended"
+        )
 
     async def expect(self, what: str) -> dict[str, Any]:
         """The next line, which must be this one."""

@@ -6,11 +6,13 @@ import json
 import os
 import queue
 import threading
+import time
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
 ORPHANED: Final = 3
 READ_BYTES: Final = 65536
+ALIVE_SECONDS: Final = 5.0
 
 
 class Pipe:
@@ -23,6 +25,7 @@ class Pipe:
         self._lock = threading.Lock()
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="bridge").start()
+        threading.Thread(target=self._live, daemon=True, name="sign of life").start()
 
     def tell(self, what: str, **fields: Any) -> None:
         """Report something that needs no answer."""
@@ -41,6 +44,12 @@ class Pipe:
     def next_line(self) -> dict[str, Any]:
         """Wait for something the bridge says of itself."""
         return self._answers.get()
+
+    def _live(self) -> None:
+        """Let the bridge tell a worker that is slow from one that hangs."""
+        while True:
+            self.tell("alive")
+            time.sleep(ALIVE_SECONDS)
 
     def _listen(self) -> None:
         # Unbuffered: a thread that waits in a buffer of sys.stdin would disturb an orderly exit.

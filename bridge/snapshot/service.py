@@ -317,6 +317,7 @@ class SnapshotService:
             "state": job.state,
             "rows": job.rows,
             "chunks": len(job.digests),
+            "pieces_left": len(job.pieces),
             "estimated_rows": job.progress.total_estimate,
             "waiting_for": job.waiting_for,
             "error": job.error,

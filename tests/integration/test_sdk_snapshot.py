@@ -372,6 +372,33 @@ async def test_a_snapshot_that_never_completes_is_given_up(
             await client.snapshot("users", stall_timeout=0.3)
 
 
+@pytest.mark.parametrize("state", ["copying", "waiting"])
+async def test_a_bridge_that_lives_while_its_worker_hangs_is_not_waited_for(
+    publisher: Publisher, client: Client, state: str
+) -> None:
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        subject = publisher.subjects.snapshot_progress("users", "slow")
+        said = {"v": 1, "snapshot_id": "slow", "state": state, "rows": 5, "chunks": 1}
+        for ticks in range(1, 21):  # noqa: B007 - read by the test
+            await publisher.client.publish(subject, encode(said))
+            await asyncio.sleep(0.1)
+
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "slow", "state": "waiting"}))
+        tasks.append(asyncio.create_task(tick()))
+
+    tasks: list[asyncio.Task[None]] = []
+    async with answering(publisher, bridge):
+        with pytest.raises(SnapshotFailed, match=rf"no progress .*last state: {state}"):
+            await client.snapshot("users", stall_timeout=0.5)
+    # What waits for sessions or for its turn is limited by the bridge.
+    assert ticks < 15 if state == "copying" else ticks == 20
+    await asyncio.gather(*tasks)
+
+
 @pytest.mark.parametrize("answer", [b"", b"\xc1", b"{", b"[1]", b"hello"])
 async def test_an_answer_that_makes_no_sense_is_a_refusal(
     publisher: Publisher, client: Client, answer: bytes

@@ -297,6 +297,27 @@ async def test_a_killed_worker_fails_the_snapshot_and_leaves_nothing(
     assert len((await snapshots.take("users")).rows) == 5001
 
 
+async def test_a_worker_that_hangs_is_ended_and_its_snapshot_fails(
+    database: Database, snapshots: Snapshots, holds: Holds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_users(database, 5000)
+    await snapshots.start(chunk_rows=1000)
+    holds.set("snapshot.chunk.3")
+    answer = await snapshots.begin("users")
+    await holds.wait_reached("snapshot.chunk.3")
+    (pid,) = worker_pids()
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr("bridge.snapshot.crew.SILENCE_STEP_SECONDS", 0.2)
+    reason = await snapshots.failure("users", answer["snapshot_id"])
+    assert f"process {pid}" in reason
+    assert "no sign of life" in reason
+    assert worker_pids() == []
+    await eventually(lambda: nothing_left(snapshots, "users", answer["snapshot_id"]))
+    holds.release("snapshot.chunk.3")
+    monkeypatch.undo()
+    assert len((await snapshots.take("users")).rows) == 5000
+
+
 async def test_workers_serve_the_next_snapshot_and_end_when_idle(
     database: Database, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
