@@ -76,9 +76,11 @@ def _memory(rig: Rig, _repeats: int) -> list[memory.MemoryResult]:
 
 
 def _snapshot(rig: Rig, repeats: int) -> Any:
-    from tests.bench import snapshot
+    from tests.bench import snapshot, snapshot_latency
 
-    return _generic("snapshot", snapshot.measure(rig, repeats))
+    speed = _generic("snapshot", snapshot.measure(rig, repeats))
+    beside = _generic("commit to stored beside a snapshot", snapshot_latency.measure(rig))
+    return {"speed": speed, "latency": beside}
 
 
 def _scrape(rig: Rig, repeats: int) -> Any:

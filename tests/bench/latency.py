@@ -52,8 +52,8 @@ def measure(rig: Rig, rate: int, seconds: float = SECONDS) -> LatencyResult:
         try:
             wait_port(log_path, process)
             wait_streaming(log_path, process)
-            written, elapsed = _write(rig, table, rate, seconds)
-            latencies = asyncio.run(_latencies(rig, prefix, written))
+            written, elapsed = write_steadily(rig, table, rate, seconds)
+            latencies = asyncio.run(read_latencies(rig, prefix, written))
         finally:
             process.terminate()
             process.wait(30)
@@ -69,7 +69,7 @@ def measure(rig: Rig, rate: int, seconds: float = SECONDS) -> LatencyResult:
     )
 
 
-def _write(rig: Rig, table: str, rate: int, seconds: float) -> tuple[int, float]:
+def write_steadily(rig: Rig, table: str, rate: int, seconds: float) -> tuple[int, float]:
     """Transactions of one row, of ten above a thousand a second, paced by the clock."""
     rows = 10 if rate > 1000 else 1
     pause = rows / rate
@@ -98,7 +98,7 @@ def _write(rig: Rig, table: str, rate: int, seconds: float) -> tuple[int, float]
     return written, time.perf_counter() - started
 
 
-async def _latencies(rig: Rig, prefix: str, expected: int) -> list[float]:
+async def read_latencies(rig: Rig, prefix: str, expected: int) -> list[float]:
     client = await nats.connect(rig.nats.url)
     subjects = Subjects(prefix)
     config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL)
