@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import nats.errors
 
+from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.decoder import parse_headers
 from consumer_sdk.errors import NotAvailable, SnapshotFailed, UsageError
 from consumer_sdk.pull import PullConsumer
@@ -157,6 +158,7 @@ class _Pending:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + BUSY_SECONDS
         while True:
+            await stay_cancelled()
             answer = await self._ask_once(options)
             if answer.get("ok") is True:
                 return answer
@@ -172,6 +174,7 @@ class _Pending:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + ANSWER_SECONDS
         while True:
+            await stay_cancelled()
             try:
                 reply = await self._client.nc.request(
                     subject, body, timeout=max(0.1, deadline - loop.time()), headers=headers

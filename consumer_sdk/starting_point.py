@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.connection import ApiError
 from consumer_sdk.errors import CorruptData, GapError, NotAvailable, UsageError
 from consumer_sdk.pull import PullConsumer
@@ -231,6 +232,7 @@ class _Probe:
         """The last event of the first decodable message at or after a sequence, None at the end."""
         at = sequence
         while True:
+            await stay_cancelled()
             frame = await get_message(
                 self._nc,
                 self._subjects.cdc_stream,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
 from consumer_sdk.mirror.notices import MirrorStatus, Notice
 from consumer_sdk.mirror.target import Lane, SnapshotRow, TableCopy
@@ -77,6 +78,7 @@ class Loader:
         fresh = self._fresh
         failures = 0
         while True:
+            await stay_cancelled()
             try:
                 await self._load_once(planned, fresh)
             except NotAvailable as error:

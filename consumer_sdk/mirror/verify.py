@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.errors import NotAvailable, TargetError
 from consumer_sdk.mirror.fold import Fold
 from consumer_sdk.mirror.horizon import newest_lsn
@@ -193,6 +194,7 @@ class _Comparison:
         deadline = time.monotonic() + timeout
         wanted = self._snapshot.lsn
         while True:
+            await stay_cancelled()
             newest = await newest_lsn(self._client, self._copy.source, wanted)
             if newest >= wanted:
                 return
