@@ -49,6 +49,8 @@ Functions to import:
 
 from __future__ import annotations
 
+import signal
+
 pytest_plugins = [
     "tests.fixtures.postgres",
     "tests.fixtures.nats",
@@ -60,3 +62,9 @@ pytest_plugins = [
     "tests.fixtures.hypothesis_profiles",
     "tests.fixtures.mirror",
 ]
+
+
+def pytest_configure() -> None:
+    """Undo what a shell does to a job in the background: programs under test would inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
