@@ -145,8 +145,8 @@ class Settings:
         1, "replicas of created streams and buckets", kind="integer", group="streams", low=1
     )
     duplicate_window: float = setting(
-        10.0, "deduplication window of a created CDC stream", kind="seconds", group="streams",
-        low=0.1,
+        0.1, "deduplication window of a created CDC stream; the bridge does not rely on it, and a "
+        "longer one costs nats-server memory and speed", kind="seconds", group="streams", low=0.1,
     )  # fmt: skip
 
     ring_slots: int = setting(

@@ -80,7 +80,9 @@ class Harness:
 
     @property
     def out(self) -> list[Item]:
-        return self.assembler.out
+        """What is finished."""
+        assembler = self.assembler
+        return assembler.out[: len(assembler.out) - assembler.is_open]
 
     def outgoing(self) -> list[Outgoing]:
         """The messages, those with an object included, schema notices left out."""

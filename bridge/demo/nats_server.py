@@ -265,18 +265,30 @@ class NatsCluster:
         return ",".join(server.url for server in self.servers)
 
     def start(self, timeout: float = 60) -> None:
-        """Start every member; return when JetStream has a leader and all members are healthy."""
+        """Start every member; return when all are healthy and JetStream has a leader.
+
+        All members must name the same one, and it must see all of them: a request is lost
+        without an answer as long as they do not.
+        """
         for server in self.servers:
             server.launch()
         for server in self.servers:
             server.wait_until_healthy(timeout)
-        if not poll_until(lambda: self.meta_leader() is not None, timeout):
+        if not poll_until(self._is_formed, timeout):
             raise ServerError(f"the NATS cluster elected no JetStream leader in {timeout:g} s")
 
     def close(self) -> None:
         """Stop every member at any price; delete the temporary directories."""
         for server in self.servers:
             server.close()
+
+    def _is_formed(self) -> bool:
+        views = [server.monitor("/jsz").get("meta_cluster", {}) for server in self.servers]
+        leaders = {view.get("leader") for view in views}
+        seen = max(
+            sum(peer.get("current", False) for peer in view.get("replicas", [])) for view in views
+        )
+        return len(leaders) == 1 and None not in leaders and seen == len(self.servers) - 1
 
     def meta_leader(self) -> NatsServer | None:
         """The running member that leads JetStream, as the running members see it."""

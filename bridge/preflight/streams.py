@@ -154,7 +154,7 @@ RULES = (
         "has a long duplicate window",
         "the server keeps about 250 bytes in memory per message within it, and the bridge does "
         "not need it: it resumes from what the stream holds",
-        {"duplicate_window": 10 * NANOSECONDS},
+        {"duplicate_window": NANOSECONDS // 10},
         only_cdc=True,
     ),
 )

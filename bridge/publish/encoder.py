@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _SMALL_MAP = 15
+_MAP_HEADS: Final = [bytes([0x80 | count]) for count in range(_SMALL_MAP + 1)]
 STATIC_FIELDS: Final = 9
 TRANSACTION_FIELDS: Final = 3
 SHARED_FIELDS: Final = STATIC_FIELDS + TRANSACTION_FIELDS
@@ -106,7 +107,7 @@ class MsgpackEncoder:
         return self.document(fields)[1:]
 
     def row(self, body: bytes, count: int) -> bytes:
-        return b"%c%b" % (0x80 | count, body)
+        return _MAP_HEADS[count] + body
 
     def event(self, shared: bytes, msg_id: bytes, seq: int, body: bytes, count: int) -> bytes:
         size = len(msg_id)

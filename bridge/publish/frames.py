@@ -49,7 +49,9 @@ def encode_numbered(items: Iterable[Outgoing], reply: bytes, tail: bytes, start:
                 subject, reply, place, tail, (size := len(msg_id) + len(lines) + 27),
                 size + len(payload), msg_id, lines, payload,
             )
-            for place, (subject, msg_id, lines, payload, *_) in enumerate(items, start)
+            for place, (subject, msg_id, lines, payload, _, _, _, _, _, _, _) in enumerate(
+                items, start
+            )
         ]
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import nats.errors
@@ -69,6 +70,11 @@ class Limits:
     batch_events: int
     batch_bytes: int
     nats_away_seconds: float
+
+
+_TOKEN = attrgetter("token")
+_ROWS = attrgetter("rows")
+_END_LSN = attrgetter("end_lsn")
 
 
 def _is_plain(items: Sequence[Item]) -> bool:
@@ -354,26 +360,20 @@ class Publisher:
     def _acknowledged(self, items: Sequence[Outgoing], last_seq: int) -> None:
         stats = self._stats
         hold("after-ack-before-confirm")
-        events = 0
+        events = sum(map(_ROWS, items))
+        tokens = set(map(_TOKEN, items))
+        if len(tokens) > 1:
+            for item in items:
+                if item.rows:
+                    self._count(item.token, item.rows, item.ts)
+        elif events:
+            self._count(items[0].token, events, next(i.ts for i in reversed(items) if i.rows))
         confirmed = 0
-        logical = None
-        per_table = stats.per_table
         now = time.time()
-        for item in items:
-            _, _, _, _, token, _, seq, _, end_lsn, rows, ts = item
-            if rows:
-                events += rows
-                table = per_table.get(token)
-                if table is None:
-                    table = per_table[token] = TableStats()
-                table.events += rows
-                table.last_ts = ts
-                if seq is None:
-                    logical = item
-            if end_lsn:
-                confirmed = end_lsn
-                stats.transactions_published += 1
-                stats.observe_latency(max(0.0, now - ts / 1e6))
+        for item in filter(_END_LSN, items):
+            confirmed = item.end_lsn
+            stats.transactions_published += 1
+            stats.observe_latency(max(0.0, now - item.ts / 1e6))
         if events:
             stats.cdc_events_published += events
             stats.observe_batch(events)
@@ -382,6 +382,9 @@ class Publisher:
             self._recorded_lsn = max(self._recorded_lsn, confirmed)
             stats.confirmed_lsn = confirmed
         change = next((item for item in reversed(items) if item.seq is not None), None)
+        logical = None
+        if any(token.startswith("$message.") for token in tokens):
+            logical = next((i for i in reversed(items) if i.seq is None and i.rows), None)
         for newest in (change, logical):
             if newest is not None:
                 self._stored = self._stored.after(newest)
@@ -390,6 +393,14 @@ class Publisher:
             self._stored = replace(self._stored, stream_seq=last_seq, msg_id=msg_id)
         self._failing_since = None
         stats.warnings.pop("publish", None)
+
+    def _count(self, token: str, rows: int, ts: int) -> None:
+        """Count stored events of one table, or of one prefix of logical messages."""
+        table = self._stats.per_table.get(token)
+        if table is None:
+            table = self._stats.per_table[token] = TableStats()
+        table.events += rows
+        table.last_ts = ts
 
     async def _recover(self, refusal: Refusal, chunk: Sequence[Outgoing]) -> Sequence[Outgoing]:
         """Find out what the stream holds of a chunk, and return the rest of it."""

@@ -2,7 +2,8 @@
 
 This is the narrow seam around decode -> encode: `feed` takes the bytes of one pgoutput message,
 finished items collect in `out`. One change is always held back, because only the message after it
-tells whether it was the transaction's last.
+tells whether it was the transaction's last: the final item of `out` while `is_open`, or one that
+is not an item yet.
 
 Ordinals count row changes, truncates (one per table) and commit messages. Logical messages have an
 ordinal of their own, so that a reader of changes never misses a number.
@@ -95,6 +96,8 @@ class Assembler:
         self.out: list[Item] = []
         self.out_sizes: list[int] = []
         self.out_bytes = 0
+        self.is_open = False
+        """Whether the final item of `out` may still turn out to be the last of its transaction."""
         self.in_transaction = False
         self.commit_lsn = 0
         self.complete_lsn = 0
@@ -127,8 +130,9 @@ class Assembler:
         self._touched: dict[str, CompiledRelation] = {}
         self._last_relation: CompiledRelation | None = None
         self._held: tuple[MessageParts, int, bytes, bytes, bytes, int] | None = None
-        """The change held back: ordinal, id, payload if another one follows (empty where it is too
-        large), and the fragment with its number of fields."""
+        """A change held back outside of `out`, since it is large or to be compressed: ordinal, id,
+        payload if another one follows (empty where it is too large), and the fragment with its
+        number of fields."""
         self._held_parts: MessageParts | None = None
         self._held_seq = 0
         self._held_rows: list[bytes] = []
@@ -290,7 +294,24 @@ class Assembler:
         msg_id = b"%b%d%b" % (parts.id_head, seq, self._id_tail)
         # What is too large to be a message is not made one.
         payload = b"" if size > self._room else self._event(parts.shared, msg_id, seq, body, count)
-        self._held = (parts, seq, msg_id, payload, body, count)
+        size = len(payload)
+        if self._compress is not None or not size or size > self._room:
+            self.is_open = False
+            self._held = (parts, seq, msg_id, payload, body, count)
+            return
+        self.out.append(
+            _new_tuple(
+                Outgoing,
+                (
+                    parts.subject, msg_id, self._headers, payload, parts.token, self.commit_lsn,
+                    seq, 0, 0, 1, self._ts,
+                ),
+            )
+        )  # fmt: skip
+        size += ITEM_OVERHEAD
+        self.out_sizes.append(size)
+        self.out_bytes += size
+        self.is_open = True
 
     def _take_packed(
         self, parts: MessageParts, seq: int, body: bytes, count: int, size: int
@@ -334,12 +355,26 @@ class Assembler:
 
     def _emit_held(self, end_lsn: int) -> None:
         """Emit what is held back; with `end_lsn` it ends the transaction's changes."""
-        if self._held is not None:
+        if self.is_open:
+            self.is_open = False
+            if end_lsn:
+                self._end_open(end_lsn)
+        elif self._held is not None:
             self._emit_single(end_lsn)
         elif self._held_parts is not None:
             parts, rows = self._held_parts, self._held_rows
             self._held_parts, self._held_rows = None, []
             self._emit_rows(parts, self._held_seq, rows, end_lsn)
+
+    def _end_open(self, end_lsn: int) -> None:
+        """Make the final item of `out` the last change of its transaction."""
+        item = self.out[-1]
+        assert isinstance(item, Outgoing)
+        payload = self._encoder.with_end(item.payload, end_lsn)
+        more = len(payload) - len(item.payload)
+        self.out[-1] = item._replace(payload=payload)
+        self.out_sizes[-1] += more
+        self.out_bytes += more
 
     def _emit_single(self, end_lsn: int) -> None:
         """Emit the held change; with `end_lsn` it is the last of its transaction."""
@@ -350,25 +385,18 @@ class Assembler:
             payload = self._encoder.with_end(payload, end_lsn)
         headers = self._headers
         if self._compress is not None and payload:
-            payload, headers = self._compress(parts.relation.token, payload)
+            payload, headers = self._compress(parts.token, payload)
         size = len(payload)
         if not size or size > self._limit:
             row = self._encoder.row(body, count)
             del body, payload
             self._emit_reference(parts, seq, msg_id, row, end_lsn, packed=False)
             return
-        self.out.append(
-            _new_tuple(
-                Outgoing,
-                (
-                    parts.subject, msg_id, headers, payload, parts.relation.token,
-                    self.commit_lsn, seq, 0, 0, 1, self._ts,
-                ),
-            )
+        item = Outgoing(
+            parts.subject, msg_id, headers, payload, parts.token, self.commit_lsn, seq,
+            0, 0, 1, self._ts,
         )  # fmt: skip
-        size += ITEM_OVERHEAD
-        self.out_sizes.append(size)
-        self.out_bytes += size
+        self._append(item, size)
 
     def _emit_rows(self, parts: MessageParts, seq: int, rows: list[bytes], end_lsn: int) -> None:
         """Emit rows as one message, or by halves, or a single one by way of the object store."""
@@ -394,11 +422,11 @@ class Assembler:
         """Append one message; False if it is beyond the limit."""
         headers = self._headers
         if self._compress is not None:
-            payload, headers = self._compress(parts.relation.token, payload)
+            payload, headers = self._compress(parts.token, payload)
         if len(payload) > self._limit:
             return False
         item = Outgoing(
-            parts.subject, msg_id, headers, payload, parts.relation.token, self.commit_lsn, seq,
+            parts.subject, msg_id, headers, payload, parts.token, self.commit_lsn, seq,
             0, 0, rows, self._ts,
         )  # fmt: skip
         self._append(item, len(payload))
@@ -425,10 +453,25 @@ class Assembler:
         if end_lsn:
             payload = encoder.with_end(payload, end_lsn)
         message = Outgoing(
-            parts.subject, msg_id, self._headers, payload, parts.relation.token, self.commit_lsn,
+            parts.subject, msg_id, self._headers, payload, parts.token, self.commit_lsn,
             seq, 0, 0, 1, self._ts,
         )  # fmt: skip
         self._append(Oversized(name, row, message), len(row) + len(payload))
+
+    def withdraw(self) -> tuple[Item, int] | None:
+        """Take the change held back out of `out`; `restore` brings it back."""
+        if not self.is_open:
+            return None
+        self.is_open = False
+        size = self.out_sizes.pop()
+        self.out_bytes -= size
+        return self.out.pop(), size
+
+    def restore(self, held: tuple[Item, int] | None) -> None:
+        """Put back what `withdraw` has taken."""
+        if held is not None:
+            self.is_open = True
+            self._append(held[0], held[1] - ITEM_OVERHEAD)
 
     def _append(self, item: Item, size: int) -> None:
         self.out.append(item)
@@ -503,7 +546,7 @@ class Assembler:
     def _commit(self, message: Commit) -> None:
         if not self.in_transaction or message.commit_lsn != self.commit_lsn:
             raise ProtocolError("a commit does not belong to the transaction before it")
-        mark = len(self.out)
+        mark = len(self.out) - self.is_open
         if not self._skip_all:
             changes = self._seq
             self._emit_held(message.end_lsn)
@@ -579,13 +622,15 @@ class Assembler:
             return
         self._messages.append((message.prefix, ordinal, self._seq, message.content))
         self._messages_bytes += len(message.content) + ITEM_OVERHEAD
-        nothing_held = self._held is None and self._held_parts is None
+        nothing_held = not self.is_open and self._held is None and self._held_parts is None
         if nothing_held or self._messages_bytes > HELD_MESSAGE_BYTES:
             # Too much to hold back behind one change: these go ahead of it. Readers lose nothing,
             # messages and changes are numbered apart. The newest stays, it may be the end.
             newest = self._messages.pop()
+            held = self.withdraw()
             for earlier in self._messages:
                 self._emit_message(earlier, None)
+            self.restore(held)
             self._messages = [newest]
             self._messages_bytes = len(message.content) + ITEM_OVERHEAD
 

@@ -73,7 +73,7 @@ class WalReader:
     def idle_lsn(self) -> tuple[int, int]:
         """Up to where everything received is in the ring, and how far the server has written."""
         assembler = self._assembler
-        if assembler.in_transaction or assembler.out:
+        if assembler.in_transaction or self._is_waiting:
             return 0, self._received_lsn
         return max(assembler.complete_lsn, self._keepalive_lsn), self._received_lsn
 
@@ -82,7 +82,7 @@ class WalReader:
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             while not self._stopping.is_set():
-                if self._assembler.out and not await self._make_room(stopping):
+                if self._is_waiting and not await self._make_room(stopping):
                     break
                 exhausted = await self._slice()
                 if not self._move():
@@ -121,24 +121,32 @@ class WalReader:
 
     async def _make_room(self, stopping: asyncio.Future[Any]) -> bool:
         """Wait until everything assembled is in the ring; False when stopped before."""
-        while self._assembler.out:
+        while self._is_waiting:
             size = self._assembler.out_sizes[self._next]
             if not await _first(self._ring.wait_for_room(size), stopping):
                 return False
             self._move()
         return True
 
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether something is assembled that is not in the ring."""
+        return len(self._assembler.out) > self._assembler.is_open
+
     def _move(self) -> bool:
         """Put what was assembled into the ring as far as there is room; True if all went in."""
         assembler = self._assembler
+        held = assembler.withdraw()
         if assembler.out:
             self._next = self._ring.put_many(assembler.out, assembler.out_sizes, self._next)
             if self._next < len(assembler.out):
+                assembler.restore(held)
                 return False
             self._next = 0
             assembler.out.clear()
             assembler.out_sizes.clear()
             assembler.out_bytes = 0
+        assembler.restore(held)
         return True
 
     async def _slice(self) -> bool:

@@ -40,6 +40,7 @@ class MessageParts:
         "relation",
         "shared",
         "subject",
+        "token",
     )
 
     def __init__(
@@ -47,6 +48,7 @@ class MessageParts:
         encoder: Encoder,
     ) -> None:  # fmt: skip
         self.relation = relation
+        self.token = relation.token
         self._join = encoder.join
         self.subject = subject.encode("ascii")
         self._static = static

@@ -165,7 +165,7 @@ def _compile_split(columns: Columns, walk: RowWriter) -> RowWriter:
             # As with years of four digits: 2025-12-12 12:00:34+00 becomes 2025-12-12T12:00:34Z.
             parts.append(_key(name) + _STR8 + b"%c%bT%bZ")
             values += [f"{part}[0] - 2", f"{part}[1:11]", f"{part}[12:-3]"]
-            conditions += [whole, f"{part}[11:12] == b' '", f"{part}[-3:] == b'+00'"]
+            conditions += [whole, f"{part}[11] == {ord(' ')}", f"{part}[-3:] == b'+00'"]
         else:
             parts.append(_key(name) + b"%b")
             values.append(f"pack(not_raw(convert{index}({part}[1:])))")

@@ -155,7 +155,7 @@ def test_packed_rows_share_a_message_up_to_the_bounds():
     wide.transaction(100, *(insert(T, n, text) for n in range(10)))
     assert [len(d["rows"]) for d in wide.documents()] == [3, 3, 3, 1]
     # A row larger than a whole message's bound is alone in its own.
-    wide.out.clear()
+    wide.assembler.out.clear()
     wide.transaction(200, insert(T, 1), insert(T, 2, "z" * 2 * PACK_BYTES), insert(T, 3))
     assert [len(d["rows"]) for d in wide.documents()] == [1, 1, 1]
 
