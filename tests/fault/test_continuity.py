@@ -294,12 +294,17 @@ async def test_a_stream_that_lost_acknowledged_messages_is_announced(scenario_on
     assert "the CDC stream" in refused.log_text()
 
 
-async def test_a_stream_that_lost_its_tail_while_streaming_is_not_written_to(scenario_on):
+@pytest.mark.parametrize("written", ["meanwhile", "afterwards"])
+async def test_a_stream_that_lost_its_tail_while_streaming_is_not_written_to(scenario_on, written):
     scenario, server = await scenario_on()
     bridge = await _streamed(scenario)
     server.kill()
     drop_last_messages(server, scenario.subjects.cdc_stream, 3)
-    _write(scenario, 5, "meanwhile")
+    if written == "meanwhile":
+        _write(scenario, 5, written)
     server.start()
+    if written == "afterwards":
+        await eventually(lambda: bridge.status()["nats_reconnect_count"])
+        _write(scenario, 5, written)
     assert bridge.wait(60) == 4
     assert "the CDC stream" in bridge.log_text()

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from consumer_sdk.wire import parse_lsn
 from tests.fault.conftest import prepare
 from tests.fault.scenario import ROUNDS, create_stream
+from tests.fixtures.waiting import eventually
 
 BEYOND_DEDUPLICATION = 1.2
 
@@ -57,3 +59,26 @@ async def test_kill_at_random_moments_on_an_older_server(scenario_on, version, f
     assert (status["mode"], status["versions"]["nats"]) == ("plain", version)
     history = await scenario.verdict(load)
     assert len(history.sources[scenario.slot].epochs) == 1
+
+
+async def test_what_was_read_and_not_stored_is_not_confirmed(scenario, tcp_proxy, nats_server):
+    """Killed with rows in memory that NATS never got: PostgreSQL must still have them."""
+    proxy = tcp_proxy(nats_server.port)
+    load = prepare(scenario, writers=1, kinds=("ledger",))
+    bridge = scenario.bridge(
+        "--status-interval", "100ms", nats_url=proxy.through(scenario.nats_url)
+    )
+    with load:
+        await scenario.grown(20)
+        proxy.deaf()
+        read = bridge.status()["wal_messages_received"]
+        await eventually(lambda: bridge.status()["wal_messages_received"] > read + 50)
+        stored = bridge.status()["confirmed_lsn"]
+        # Several reports to PostgreSQL go out meanwhile; keepalives are none of our changes.
+        await asyncio.sleep(1)
+        assert scenario.confirmed_lsn() <= parse_lsn(stored)
+        bridge.kill()
+        proxy.hear()
+        scenario.bridge()
+        await scenario.grown(20)
+    await scenario.verdict(load)
