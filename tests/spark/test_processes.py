@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from tests.fixtures.postgres import Database
     from tests.spark.conftest import Jobs
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # A virtual machine or two start in between, which a busy computer may draw out.
-PATIENCE = 600
+PATIENCE = 300
 
 KILLED = 128 + signal.SIGKILL
 QUIET = ["--conf", "spark.ui.enabled=false"]
