@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from bridge.wal.connection import ReplicationConnection
     from bridge.wal.relations import CompiledRelation
 
-SLICE_MESSAGES = 100
-SLICE_BYTES = 256 * 1024
+# What is taken at a time. Packed rows pay for every turn of the event loop; single messages keep the
+# server waiting if an acknowledgement comes in the middle of too long a slice.
+SLICE_MESSAGES = 500
+SLICE_BYTES = 32 * 1024
 STATUS_BYTES = 1024 * 1024
 SILENCE_SECONDS = 2.0
 _RELATION = ord("R")

@@ -203,7 +203,8 @@ def _wait_published(port: int, rows: int, process) -> float:  # type: ignore[no-
             raise RuntimeError("the bridge ended")
         share = status["cdc_events_published"] / rows
         left = (time.perf_counter() - began) * (1 - share) / share if share else 0.1
-        time.sleep(min(max(left * 0.7, 0.005), 2.0))
+        # A guess from the first moments may be far too long.
+        time.sleep(min(max(left * 0.5, 0.005), 0.1))
 
 
 MODES: dict[str, tuple[str, ...]] = {
