@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from bridge.wal.connection import ReplicationConnection
     from bridge.wal.relations import CompiledRelation
 
-# What is taken at a time. Packed rows pay for every turn of the event loop; single messages keep the
-# server waiting if an acknowledgement comes in the middle of too long a slice.
+# What is taken at a time. Packed rows pay for every turn of the event loop; with single messages
+# the server waits whenever an acknowledgement comes in the middle of a long slice.
 SLICE_MESSAGES = 500
 SLICE_BYTES = 32 * 1024
 STATUS_BYTES = 1024 * 1024
