@@ -95,7 +95,7 @@ class BatchApplier:
     def apply(self, frame: DataFrame, batch_id: int) -> None:
         """Take one batch; returns when every table has it."""
         started = time.monotonic()
-        messages = frame.persist(StorageLevel.MEMORY_AND_DISK)
+        messages = frame.persist(StorageLevel.DISK_ONLY)
         directory = f"{self._staging}/batch-{uuid.uuid4().hex}"
         try:
             end = self._look(messages)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Schema, Transaction
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction, WriterProperties
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
@@ -40,6 +40,8 @@ _FACTS: Final = (
 _OURS: Final = "tailrace"
 _HARMLESS: Final = frozenset({"OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN", "FSCK"})
 _SMALL_FILES: Final = 24
+_ROW_GROUP_BYTES: Final = 8 * 1024 * 1024
+_ROW_GROUP_ROWS: Final = (10_000, 1_000_000)
 _TEND_EVERY: Final = 20
 _VACUUM_EVERY_SECONDS: Final = 6 * 3600.0
 # Readers of Delta tables leave out names that begin like this.
@@ -168,6 +170,7 @@ class DeltaLakeTable:
                 source_alias="s",
                 target_alias="t",
                 streamed_exec=True,
+                writer_properties=self._writer_properties(),
                 commit_properties=_properties(position),
             )
             if deleted is not None:
@@ -191,10 +194,22 @@ class DeltaLakeTable:
             return
         self._commits = 0
         if len(self._table.file_uris()) > _SMALL_FILES:
-            self._commit(self._table.optimize.compact)
+            writing = self._writer_properties()
+            self._commit(lambda: self._table.optimize.compact(writer_properties=writing))
         if self._vacuum_is_due():
             # In full: what killed loads left behind is in no commit.
             self._commit(lambda: self._table.vacuum(dry_run=False, full=True))
+
+    def _writer_properties(self) -> WriterProperties:
+        """Row groups by size: a writer holds one of them in memory, and it is in this process."""
+        adds = pa.table(self._table.get_add_actions())
+        rows = sum(count or 0 for count in adds["num_records"].to_pylist())
+        size = sum(adds["size_bytes"].to_pylist())
+        wanted = _ROW_GROUP_BYTES * rows // max(size, 1)
+        fewest, most = _ROW_GROUP_ROWS
+        return WriterProperties(
+            compression="SNAPPY", max_row_group_size=min(max(wanted, fewest), most)
+        )
 
     def _vacuum_is_due(self) -> bool:
         """Whether the last vacuum, of this run or another, was long ago; if so, now is the time."""

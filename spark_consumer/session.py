@@ -29,6 +29,9 @@ _SETTINGS: Final = {
     "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
     "spark.sql.parquet.compression.codec": "snappy",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
+    # A row may be a message of up to a megabyte: thousands of those at a time do not fit a heap.
+    "spark.sql.execution.arrow.maxBytesPerBatch": str(16 * 1024 * 1024),
+    "spark.sql.inMemoryColumnarStorage.batchSize": "64",
     "spark.ui.showConsoleProgress": "false",
     # The tables know their positions; Spark's own record is worth nothing after the run.
     "spark.sql.streaming.minBatchesToRetain": "2",
