@@ -128,7 +128,8 @@ class Follower:
                     await self._idle(feed)
             if self._machine.discovered and await self._add_discovered():
                 return Outcome.AGAIN
-            if until is not None and not batch and await self._reached(feed, until):
+            may_be_all = feed.caught_up or not batch
+            if until is not None and may_be_all and await self._reached(feed, until):
                 return Outcome.FINISHED
 
     async def _add_discovered(self) -> bool:

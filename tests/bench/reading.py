@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from tests.bench.rig import Rig
 
-EVENTS = 100_000
+EVENTS = 200_000
 ROWS_IN_A_TRANSACTION = 100
 WINDOW = 4_000
 BATCH = 1_000
