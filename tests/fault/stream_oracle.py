@@ -29,11 +29,22 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
 
 ROWS = frozenset({"INSERT", "UPDATE", "DELETE", "TRUNCATE"})
-READ_TIMEOUT_SECONDS = 60
+READ_TIMEOUT_SECONDS = 30
+READ_ATTEMPTS = 4
 
 
 async def read_stream(client: Client, stream: str, start: int = 1) -> list[StoredMessage]:
     """Every message the stream holds now, in order."""
+    found: list[StoredMessage] = []
+    for _ in range(READ_ATTEMPTS):
+        if await _read_on(client, stream, found, start):
+            return found
+        start = found[-1].sequence + 1 if found else start
+    raise AssertionError(f"stream {stream} cannot be read beyond {start}")
+
+
+async def _read_on(client: Client, stream: str, found: list[StoredMessage], start: int) -> bool:
+    """Add what there is from `start` on; False where a cluster has lost the request."""
     name = f"oracle-{secrets.token_hex(6)}"
     request = {
         "stream_name": stream,
@@ -48,10 +59,9 @@ async def read_stream(client: Client, stream: str, start: int = 1) -> list[Store
     created = json.loads(answer.data)
     if "error" in created:
         if created["error"].get("err_code") == 10059:
-            return []
+            return True
         raise AssertionError(created["error"])
-    total: int = created["num_pending"]
-    found: list[StoredMessage] = []
+    total = len(found) + int(created["num_pending"])
     complete = asyncio.Event()
 
     async def take(message: Msg) -> None:
@@ -67,15 +77,17 @@ async def read_stream(client: Client, stream: str, start: int = 1) -> list[Store
         inbox, cb=take, pending_msgs_limit=-1, pending_bytes_limit=-1
     )
     try:
-        if total:
-            pull = {"batch": total, "expires": int(READ_TIMEOUT_SECONDS * 1e9)}
+        if len(found) < total:
+            pull = {"batch": total - len(found), "expires": int(READ_TIMEOUT_SECONDS * 1e9)}
             await client.publish(
                 f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", json.dumps(pull).encode(), reply=inbox
             )
             await asyncio.wait_for(complete.wait(), READ_TIMEOUT_SECONDS)
+    except TimeoutError:
+        return False
     finally:
         await subscription.unsubscribe()
-    return found
+    return True
 
 
 @dataclass
