@@ -204,8 +204,8 @@ class Follower:
             # Others' messages may be trimmed unseen: having read past them is worth remembering.
             self._saved_at = now
             await self._perform(self._machine.read_through(feed.next_sequence - 1))
-        for source, wanted_lsn in self._machine.waiting_for.items():
-            newest = await newest_lsn(self._client, source, wanted_lsn)
+        for source, (epoch, wanted_lsn) in self._machine.waiting_for.items():
+            newest = await newest_lsn(self._client, source, epoch, wanted_lsn)
             if newest < wanted_lsn:
                 continue
             through = (await self._client.log().bounds()).last

@@ -89,10 +89,10 @@ class HandOff:
         return [name for name, source in self._sources.items() if source.following]
 
     @property
-    def waiting_for(self) -> dict[str, int]:
-        """Sources whose next copies wait for the log to be read past an LSN, and that LSN."""
+    def waiting_for(self) -> dict[str, tuple[int, int]]:
+        """Sources whose next copies wait for the log to be read past an LSN; epoch and LSN."""
         return {
-            source.name: source.barrier
+            source.name: (source.epoch, source.barrier)
             for source in self._sources.values()
             if source.following and source.barrier is not None
         }

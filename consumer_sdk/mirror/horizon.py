@@ -32,13 +32,14 @@ async def is_read_through(
     return True
 
 
-async def newest_lsn(client: Client, source: str, wanted_lsn: int) -> int:
+async def newest_lsn(client: Client, source: str, epoch: int, wanted_lsn: int) -> int:
     """The largest commit LSN of a source known to be stored; looks no further than `wanted_lsn`.
 
-    Every transaction with a smaller one is stored before it.
+    Every transaction of the epoch with a smaller one is stored before it. Positions of other
+    epochs say nothing of this one: a database put back in time has smaller ones than before.
     """
     progress = await client.progress(source)
-    newest = progress.lsn if progress is not None else 0
+    newest = progress.lsn if progress is not None and progress.epoch == epoch else 0
     if newest >= wanted_lsn:
         return newest
     bounds = await client.log().bounds()
@@ -58,7 +59,8 @@ async def newest_lsn(client: Client, source: str, wanted_lsn: int) -> int:
             continue
         for stored in await decoder.decode([frame]):
             event = stored.event
-            if event.source == source and event.operation not in ("SCHEMA", "MESSAGE"):
+            ours = event.source == source and event.epoch == epoch
+            if ours and event.operation not in ("SCHEMA", "MESSAGE"):
                 newest = max(newest, event.commit_lsn)
         if newest >= wanted_lsn:
             break

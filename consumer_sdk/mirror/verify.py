@@ -195,7 +195,7 @@ class _Comparison:
         wanted = self._snapshot.lsn
         while True:
             await stay_cancelled()
-            newest = await newest_lsn(self._client, self._copy.source, wanted)
+            newest = await newest_lsn(self._client, self._copy.source, self._position.epoch, wanted)
             if newest >= wanted:
                 return
             if time.monotonic() > deadline:

@@ -218,7 +218,7 @@ def test_knowing_that_the_log_is_past_the_snapshot_is_enough_to_show_it() -> Non
     writer.start_load(copy)
     writer.finish_load(copy)
     machine = HandOff(writer.read_state(), CREATED)
-    assert machine.waiting_for == {"slot": 5000}
+    assert machine.waiting_for == {"slot": (1, 5000)}
     assert "Promote" not in kinds(machine.passed("slot", 4999, 3))
     assert kinds(machine.passed("slot", 5000, 3)) == ["Promote", "Commit"]
     assert machine.waiting_for == {}
