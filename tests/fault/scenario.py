@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 LONG = bool(os.environ.get("TAILRACE_LONG"))
 ROUNDS = 20 if LONG else 3
 DRAIN_SECONDS = 60
+API_ATTEMPTS = 6
 
 
 def chosen_seed() -> int:
@@ -71,9 +72,15 @@ class Scenario:
         return self.start(*self.flags, *flags, **options)
 
     async def api(self, subject: str, body: Any = None) -> dict[str, Any]:
-        """One request to the JetStream API."""
+        """One request to the JetStream API; a cluster that elects a leader may lose it."""
         payload = b"" if body is None else json.dumps(body).encode()
-        reply = await self.client.request(f"$JS.API.{subject}", payload, timeout=10)
+        for left in reversed(range(API_ATTEMPTS)):
+            try:
+                reply = await self.client.request(f"$JS.API.{subject}", payload, timeout=5)
+                break
+            except nats.errors.TimeoutError:
+                if not left:
+                    raise
         answer: dict[str, Any] = json.loads(reply.data)
         assert "error" not in answer, answer["error"]
         return answer
