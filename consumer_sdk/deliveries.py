@@ -37,6 +37,8 @@ class Deliveries:
         self._fruitless = False
         self._request_bytes = WINDOW_BYTES // 2
         self._heard_at = 0.0
+        self._silent = 0.0
+        """For how long nothing was heard, counting only the time spent waiting for it."""
         self._waiter: asyncio.Future[None] | None = None
 
     def begin(self, largest_message: int) -> None:
@@ -48,6 +50,7 @@ class Deliveries:
         self._fruitless = False
         self._request_bytes = max(WINDOW_BYTES // 2, 2 * largest_message)
         self._heard_at = asyncio.get_running_loop().time()
+        self._silent = 0.0
 
     def on_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         """Take in what the server sends to the inbox: messages and statuses."""
@@ -65,6 +68,7 @@ class Deliveries:
     def _on_status(self, headers: bytes) -> bool:
         """Whether the status is worth waking up for."""
         self._heard_at = asyncio.get_running_loop().time()
+        self._silent = 0.0
         first, _, rest = headers.partition(b"\r\n")
         status, _, description = first.removeprefix(b"NATS/1.0").strip().partition(b" ")
         fields = _fields(rest)
@@ -130,15 +134,21 @@ class Deliveries:
         ).encode()
 
     async def wait(self, deadline: float | None) -> None:
-        """Wait for a message, for trouble, or until `deadline`; silence is trouble too."""
+        """Wait for a message, for trouble, or until `deadline`; silence is trouble too.
+
+        Silence adds up over short waits, or whoever asks often would never notice it.
+        """
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        until = begun + STALL_SECONDS
         if self.trouble is not None or self.buffer:
             return
+        until = begun + STALL_SECONDS - self._silent
         await self.pause(until if deadline is None else min(until, deadline))
-        quiet = loop.time() - max(self._heard_at, begun)
-        if quiet >= STALL_SECONDS and not self.buffer and self.trouble is None:
+        if self.buffer:
+            self._silent = 0.0
+            return
+        self._silent += loop.time() - max(self._heard_at, begun)
+        if self._silent >= STALL_SECONDS and self.trouble is None:
             self.trouble = "no heartbeat"
 
     async def pause(self, until: float) -> None:
