@@ -107,6 +107,7 @@ class Deliveries:
         for _ in range(count):
             popleft()
         self._bytes -= size
+        self._silent = 0.0
         self.taken += count
         if self._demand > 0:
             self.starved = False
@@ -145,7 +146,6 @@ class Deliveries:
         until = begun + STALL_SECONDS - self._silent
         await self.pause(until if deadline is None else min(until, deadline))
         if self.buffer:
-            self._silent = 0.0
             return
         self._silent += loop.time() - max(self._heard_at, begun)
         if self._silent >= STALL_SECONDS and self.trouble is None:

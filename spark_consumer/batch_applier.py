@@ -252,8 +252,11 @@ class BatchApplier:
                 return
             if position.complete_at > self._reached[source]:
                 progress = self._ask_progress(source)
-                is_ours = progress is not None and progress.epoch == position.epoch
-                if progress is not None and is_ours and progress.stream_seq <= end[source]:
+                if (
+                    progress is not None
+                    and progress.epoch == position.epoch
+                    and progress.stream_seq <= end[source]
+                ):
                     self._note_reached(source, progress.lsn)
             if position.complete_at > self._reached[source]:
                 return

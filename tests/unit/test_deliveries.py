@@ -51,6 +51,16 @@ async def test_any_sign_of_life_ends_it(inbox: Deliveries, sign: str) -> None:
     assert inbox.trouble is None
 
 
+async def test_messages_that_come_between_waits_are_signs_of_life_too(inbox: Deliveries) -> None:
+    inbox.trouble = None
+    inbox.begin(1)
+    for _ in range(4):
+        await wait_often(inbox, 3)
+        inbox.on_frame(b"s", b"$JS.ACK.x", b"payload", None)
+        inbox.remove(1, 7)
+    assert inbox.trouble is None
+
+
 async def test_a_busy_reader_is_not_taken_for_a_silent_server(inbox: Deliveries) -> None:
     inbox.trouble = None
     inbox.begin(1)
