@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bridge.wal.assembler import Resume
+from bridge.wal.resume import Resume
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:
@@ -31,6 +31,11 @@ class Continuity:
     resume: Resume
     gap: str | None = None
     first: bool = False
+
+    @property
+    def continues(self) -> bool:
+        """Whether the stream goes on where its record ends."""
+        return self.gap is None and not self.first
 
 
 def decide(

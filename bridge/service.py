@@ -28,24 +28,17 @@ from bridge.errors import (
     UnknownToLog,
 )
 from bridge.publish import link
+from bridge.publish.broker import open_broker
 from bridge.publish.fence import Fenced
 from bridge.publish.publisher import NatsAway
-from bridge.publish.streams import (
-    ApiError,
-    api,
-    cdc_config,
-    ensure_bucket,
-    ensure_objects,
-    ensure_stream,
-    init_config,
-    stream_state,
-)
-from bridge.session import Broker, Session, SlotInUse
+from bridge.publish.streams import ApiError, api, stream_state
+from bridge.session import Session
 from bridge.telemetry.http import HttpServer
 from bridge.telemetry.logs import MetricsLine, event
 from bridge.telemetry.stats import BridgeStats
 from bridge.telemetry.wal_monitor import WalMonitor
 from bridge.wal.connection import conninfo_of
+from bridge.wal.slot import SlotInUse
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:
@@ -187,27 +180,6 @@ class Service:
         self.stats.nats_reconnect_count += 1
         event(log, "nats reconnected")
 
-    async def _broker(self) -> Broker:
-        """Streams and buckets, created where they are missing."""
-        settings, client = self._settings, self._client
-        subjects = settings.subjects
-        js = client.jetstream()
-        version = link.server_version(client)
-        if version < (2, 10, 0):
-            raise BrokerError(
-                f"nats-server {'.'.join(map(str, version))} is too old; 2.10 is the least"
-            )
-        await ensure_stream(
-            client, subjects.cdc_stream, subjects.cdc_all, cdc_config(settings, version)
-        )
-        await ensure_stream(client, subjects.init_stream, subjects.init_all, init_config(settings))
-        replicas = settings.replicas
-        schemas = await ensure_bucket(js, subjects.schemas_bucket, history=10, replicas=replicas)
-        bridge = await ensure_bucket(js, subjects.bridge_bucket, history=1, replicas=replicas)
-        dictionaries = await ensure_bucket(js, subjects.dicts_bucket, history=1, replicas=replicas)
-        objects = await ensure_objects(js, subjects.objects_bucket, settings)
-        return Broker(client, schemas, bridge, objects, dictionaries)
-
     async def _main_loop(self) -> None:
         backoff = FIRST_BACKOFF_SECONDS
         while not self._stop.is_set():
@@ -252,7 +224,11 @@ class Service:
     async def _stream_once(self) -> None:
         self._streamed_now = False
         session = Session(
-            self._settings, self._conninfo, await self._broker(), self.stats, self._known_gap
+            self._settings,
+            self._conninfo,
+            await open_broker(self._client, self._settings),
+            self.stats,
+            self._known_gap,
         )
         self._opened = session
         orderly = False

@@ -8,9 +8,10 @@ from bridge.publish.encoder import JsonEncoder, MsgpackEncoder
 from bridge.publish.outgoing import Item, Outgoing, Oversized, SchemaNotice
 from bridge.schemas.registry import Structure
 from bridge.values import ColumnType
-from bridge.wal.assembler import Assembler, Resume
+from bridge.wal.assembler import Assembler
 from bridge.wal.messages import Begin, Commit, Message, Relation
 from bridge.wal.relations import CompiledRelation
+from bridge.wal.resume import Resume
 from consumer_sdk.wire import Subjects, decode_payload, oids
 from tests.pgoutput_encoder import encode_message
 

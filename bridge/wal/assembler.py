@@ -12,7 +12,6 @@ ordinal of their own, so that a reader of changes never misses a number.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - an exception, whatever its case
 from typing import TYPE_CHECKING, Any, Final
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
     from bridge.publish.encoder import Encoder
     from bridge.wal.relations import CompiledRelation, MessageParts, Writer
+    from bridge.wal.resume import Resume
 
 PACK_ROWS: Final = 500
 PACK_BYTES: Final = 96 * 1024
@@ -55,23 +55,6 @@ _new_tuple = tuple.__new__
 _relation_id_at = Struct(">I").unpack_from
 _INSERT, _DELETE = b"ID"
 _ROW_KINDS = frozenset(b"IUD")
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Where the stream's record ends: everything before is skipped when PostgreSQL sends it again.
-
-    `must_reappear` says that the slot stands before the recorded transaction, so that history
-    without it is another history; so is one with changes behind it and before `nothing_before`,
-    up to where the log is known to hold nothing more. `ts` is the transaction's commit time.
-    """
-
-    commit_lsn: int = 0
-    next_seq: int = 0
-    next_ordinal: int = 0
-    ts: int = 0
-    must_reappear: bool = False
-    nothing_before: int = 0
 
 
 class Assembler:

@@ -96,6 +96,7 @@ class Campaign:
     async def _inject(self, kind: Fault, rng: random.Random) -> None:
         world = self._world
         if not kind.at_rest:
+            await world.until_all_run()
             with world.scenario.sampling():
                 await kind.act(world, rng)
                 await world.until_ready()

@@ -236,6 +236,15 @@ class World:
             lambda: f"the bridge streams again\n{self.bridge_log()}",
         )
 
+    async def until_all_run(self) -> None:
+        """Wait until nothing is down that a fault before had ended, so that the next one hits."""
+
+        def all_run() -> bool:
+            self.supervise()
+            return self.bridge.running and (self.mirror is None or self.mirror.running)
+
+        await eventually(lambda: asyncio.to_thread(all_run), PATIENCE_SECONDS, "everything runs")
+
     async def until_growing(self, by: int = 20, timeout: float = PATIENCE_SECONDS) -> None:
         """Wait until the load comes through again."""
         await self.scenario.grown(by, timeout)

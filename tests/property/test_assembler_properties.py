@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from bridge.publish.record import Record
-from bridge.wal.assembler import Resume
 from bridge.wal.messages import (
     UNCHANGED,
     Begin,
@@ -17,6 +16,7 @@ from bridge.wal.messages import (
     Truncate,
     Update,
 )
+from bridge.wal.resume import Resume
 from consumer_sdk.wire.envelope import events_of
 from tests.assembler_harness import Harness, structure
 

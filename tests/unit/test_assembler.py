@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import HistoryBroken, ProtocolError
 from bridge.publish.outgoing import ITEM_OVERHEAD, Outgoing, Oversized, SchemaNotice
-from bridge.wal.assembler import PACK_BYTES, PACK_ROWS, Resume
+from bridge.wal.assembler import PACK_BYTES, PACK_ROWS
 from bridge.wal.messages import (
     UNCHANGED,
     Begin,
@@ -22,6 +22,7 @@ from bridge.wal.messages import (
     Type,
     Update,
 )
+from bridge.wal.resume import Resume
 from consumer_sdk.wire import decode_payload, oids
 from tests.assembler_harness import EPOCH, SOURCE, Harness, structure
 from tests.pgoutput_encoder import encode_message

@@ -6,7 +6,7 @@ import pytest
 
 from bridge.continuity import Server, decide
 from bridge.publish.record import Record
-from bridge.wal.assembler import Resume
+from bridge.wal.resume import Resume
 
 SERVER = Server("777", 1, "shop", flushed_lsn=0x9000)
 CREATED = 1_700_000_000_000_000

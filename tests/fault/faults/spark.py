@@ -45,6 +45,13 @@ async def kill_executor(world: World, rng: random.Random) -> None:
     os.kill(rng.choice(executors), signal.SIGKILL)
 
 
+@fault("spark: executor SIGTERM", weight=3, needs="spark")
+async def terminate_executor(world: World, rng: random.Random) -> None:
+    await world.lake.until_following(world.supervise)
+    executors = await eventually(world.lake.executors, PATIENCE_SECONDS, world.lake.log_tail)
+    os.kill(rng.choice(executors), signal.SIGTERM)
+
+
 @fault("spark: executor frozen for a moment", weight=3, needs="spark")
 async def freeze_executor(world: World, rng: random.Random) -> None:
     await world.lake.until_following(world.supervise)

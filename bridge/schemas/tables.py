@@ -1,0 +1,110 @@
+"""The published tables: each gets its schema version, from the log or from the catalog."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import nats.errors
+from nats.js.errors import APIError
+
+from bridge.cancellation import stay_cancelled
+from bridge.errors import Retryable, SchemaOvertaken, SourceError
+from bridge.publish.outgoing import SchemaNotice
+from bridge.schemas.registry import Structure
+from bridge.telemetry.logs import event
+from consumer_sdk.wire.subjects import table_token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.schemas.catalog import Catalog
+    from bridge.schemas.registry import SchemaRegistry
+    from bridge.schemas.store import SchemaStore
+    from bridge.values import ColumnType
+    from bridge.wal.messages import Relation
+
+log = logging.getLogger("bridge.tables")
+
+TABLE_POLL_SECONDS = 5.0
+
+Versioned = tuple[Structure, "list[ColumnType]", int, SchemaNotice | None]
+"""A relation with its types, its version, and what must be said of it before its next row."""
+
+
+class PublishedTables:
+    """Gives the tables of a publication their versions, and stores their documents."""
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        registry: SchemaRegistry,
+        store: SchemaStore,
+        publication: str,
+        server_version: int,
+        confirmed_lsn: Callable[[], int],
+    ) -> None:
+        self._catalog = catalog
+        self._registry = registry
+        self._store = store
+        self._publication = publication
+        self._server_version = server_version
+        self._confirmed_lsn = confirmed_lsn
+        self._overtaken: SchemaOvertaken | None = None
+
+    async def from_log(self, message: Relation, commit_lsn: int) -> Versioned:
+        """The version of a relation as the log describes it."""
+        structure = Structure(
+            message.relation_id,
+            message.namespace,
+            message.name,
+            message.replica_identity,
+            tuple((c.name, c.type_oid, c.type_modifier, c.is_key) for c in message.columns),
+        )
+        self._catalog.forget_user_types()
+        types = await self._catalog.column_types([(c[1], c[2]) for c in structure.columns])
+        registry, token = self._registry, structure.token
+        document = await registry.version_for(structure, types, lsn=commit_lsn, from_log=True)
+        version = document["schema_version"]
+        must_store = registry.needs_storing(token, document)
+        notice = None
+        if must_store or registry.needs_announcement(token, version):
+            notice = SchemaNotice(token, document, must_store)
+        return structure, types, version, notice
+
+    async def ensure_schema(self, schema: str, table: str) -> int:
+        """The version of the table as the catalog has it now, its document stored in KV."""
+        published = await self._catalog.published_columns(
+            self._publication, schema, table, self._server_version
+        )
+        document = await self._registry.from_catalog(
+            schema, table, published, self._confirmed_lsn()
+        )
+        if document is None:
+            raise SourceError(f"table {schema}.{table} does not exist")
+        token = table_token(schema, table)
+        if self._registry.needs_storing(token, document):
+            try:
+                await self._store.put(token, document)
+            except SchemaOvertaken as error:
+                self._overtaken = error
+                raise
+            self._registry.note_stored(token, document)
+        version: int = document["schema_version"]
+        return version
+
+    async def store_new(self) -> None:
+        """Give every published table its schema, also those that never had a change."""
+        while True:
+            await stay_cancelled()
+            try:
+                for schema, table in await self._catalog.published_tables(self._publication):
+                    if not self._registry.is_stored(table_token(schema, table)):
+                        await self.ensure_schema(schema, table)
+            except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:
+                event(log, "schemas not refreshed", level=logging.DEBUG, reason=str(error))
+            if self._overtaken is not None:
+                raise self._overtaken
+            await asyncio.sleep(TABLE_POLL_SECONDS)
