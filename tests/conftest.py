@@ -26,6 +26,8 @@ What each test has for itself:
 - `cdc`: `CdcLog`, the CDC stream and KV buckets of this test: `await .settle()` (everything
   committed so far is stored), `.stored(subject) .of_tables() .of_table(token) .changes(token)
   .messages(prefix) .progress() .schema(token) .kept_progress(source)`
+- `publisher`: `Publisher`, which puts messages of any kind into streams of this test without a
+  bridge; `client`: the SDK connected to them
 - `run_command(program, *arguments, environment=None, timeout=60, stdin=None)`: run `bridge`, `cdc`
   or `spark-consumer` to its end, a `subprocess.CompletedProcess` with text
 - `demo(*arguments)`: factory of running `bridge demo` with `.process .port .scratch .text
@@ -57,6 +59,7 @@ pytest_plugins = [
     "tests.fixtures.bridge_process",
     "tests.fixtures.tcp_proxy",
     "tests.fixtures.cdc_log",
+    "tests.fixtures.publisher",
     "tests.fixtures.snapshots",
     "tests.fixtures.demo",
     "tests.fixtures.hypothesis_profiles",

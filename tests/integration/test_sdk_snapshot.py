@@ -11,7 +11,6 @@ import msgpack
 import pyarrow as pa
 import pytest
 
-from consumer_sdk.client import Client, connect
 from consumer_sdk.errors import (
     CorruptData,
     NotAvailable,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
 
     from bridge.demo.servers import NatsServer
+    from consumer_sdk.client import Client
     from consumer_sdk.snapshot_request import SnapshotProgress
 
 ROWS = [[{"id": 1, "body": b"a"}, {"id": 2, "body": None}], [{"id": 3, "body": b"c"}]]
@@ -38,18 +38,10 @@ FLAT = [row for chunk in ROWS for row in chunk]
 
 
 @pytest.fixture
-async def publisher(nats_client: NatsClient, prefix: str) -> Publisher:
-    publisher = Publisher(nats_client, prefix)
-    await publisher.create_streams()
+async def publisher(publisher: Publisher) -> Publisher:
     await publisher.put_schema()
     await publisher.progress()
     return publisher
-
-
-@pytest.fixture
-async def client(nats_server: NatsServer, prefix: str) -> AsyncIterator[Client]:
-    async with connect(nats_server.url, prefix=prefix) as client:
-        yield client
 
 
 async def all_rows(client: Client, **options: Any) -> list[dict[str, Any]]:
