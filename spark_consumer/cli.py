@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from consumer_sdk.errors import CdcError, UsageError
+from consumer_sdk.errors import CdcError, GapError, UsageError
 from consumer_sdk.settings import NatsSettings
 from consumer_sdk.version import __version__
 from spark_consumer.errors import SetupError
@@ -142,7 +142,10 @@ def run(arguments: Sequence[str]) -> int:
         _require_packages()
         return _run_job(options)
     except CdcError as error:
-        print(f"spark-consumer: {' '.join(str(error).split())}", file=sys.stderr)
+        text = " ".join(str(error).split())
+        if isinstance(error, GapError):
+            text += " with --rebootstrap, which rebuilds the tables"
+        print(f"spark-consumer: {text}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED

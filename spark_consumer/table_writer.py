@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.dataset as pads
+from pyspark import StorageLevel
 from pyspark.sql import Window
 from pyspark.sql import functions as fn
 
@@ -218,7 +219,9 @@ class TableWriter:
         self, kept: KeptTable, staged: StagedChanges, position: LakePosition, now_us: int
     ) -> None:
         names = list(kept.shape.plain_names.values())
-        net = fold_bag(self._changes(kept, staged), names, staged.facts).persist()
+        net = fold_bag(self._changes(kept, staged), names, staged.facts)
+        # On disk: the heap is what the rewriting of files needs.
+        net = net.persist(StorageLevel.DISK_ONLY)
         try:
             rows = _copies(net, names, NET).select(*names, *self._own(fn.lit(False), now_us))
             if self._soft:

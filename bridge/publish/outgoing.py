@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -49,3 +50,13 @@ Item = Outgoing | SchemaNotice | Oversized
 
 ITEM_OVERHEAD: Final = 400
 """What an item costs in memory beside its payload, counted against the ring's byte bound."""
+
+
+def object_reference(bucket: str, name: str, content: bytes) -> dict[str, Any]:
+    """What a message says of content that is kept in the object store."""
+    return {
+        "bucket": bucket,
+        "name": name,
+        "size": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }

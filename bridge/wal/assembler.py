@@ -11,14 +11,14 @@ ordinal of their own, so that a reader of changes never misses a number.
 
 from __future__ import annotations
 
-import hashlib
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - an exception, whatever its case
 from typing import TYPE_CHECKING, Any, Final
 
 from bridge.errors import HistoryBroken, ProtocolError
 from bridge.publish.encoder import SHARED_FIELDS
-from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing, Oversized
+from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing, Oversized, object_reference
+from bridge.wal.logical_messages import LogicalMessageEncoder, Noted
 from bridge.wal.messages import (
     Begin,
     Commit,
@@ -32,7 +32,6 @@ from bridge.wal.messages import (
 )
 from bridge.wal.pgoutput import decode
 from consumer_sdk.wire.lsn import format_lsn
-from consumer_sdk.wire.subjects import Subjects, escape_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from bridge.publish.encoder import Encoder
     from bridge.wal.relations import CompiledRelation, MessageParts, Writer
     from bridge.wal.resume import Resume
+    from consumer_sdk.wire.subjects import Subjects
 
 PACK_ROWS: Final = 500
 PACK_BYTES: Final = 96 * 1024
@@ -86,8 +86,6 @@ class Assembler:
         self.complete_lsn = 0
         """End LSN of the last transaction seen to its end."""
         self._source = source
-        self._epoch = epoch
-        self._subjects = subjects
         self._encoder = encoder
         self._resume = resume
         self._objects_bucket = objects_bucket
@@ -97,6 +95,15 @@ class Assembler:
         self._take = self._take_packed if pack else self._take_single
         self._limit = max_payload - HEADER_ALLOWANCE
         self._room = self._limit - END_ALLOWANCE
+        self._message_encoder = LogicalMessageEncoder(
+            source=source,
+            epoch=epoch,
+            subjects=subjects,
+            encoder=encoder,
+            headers=headers,
+            objects_bucket=objects_bucket,
+            room=self._room,
+        )
         self._reappear = resume.must_reappear
         self._xid = 0
         self._ts = 0
@@ -121,7 +128,7 @@ class Assembler:
         self._held_rows: list[bytes] = []
         """The rows held back to be packed, and what the first of them is."""
         self._held_bytes = 0
-        self._messages: list[tuple[str, int, int, bytes]] = []
+        self._messages: list[Noted] = []
         self._messages_bytes = 0
 
     def describe(self, relation: CompiledRelation) -> None:
@@ -428,7 +435,7 @@ class Assembler:
         """Send a row by way of the object store."""
         name = f"{self._source}/{msg_id.decode()}"
         encoder = self._encoder
-        body = encoder.body({"ref": self._reference(name, row)})
+        body = encoder.body({"ref": object_reference(self._objects_bucket, name, row)})
         if packed:
             payload = encoder.rows(parts.shared, msg_id, seq, [encoder.row(body, 1)])
         else:
@@ -460,14 +467,6 @@ class Assembler:
         self.out.append(item)
         self.out_sizes.append(size + ITEM_OVERHEAD)
         self.out_bytes += size + ITEM_OVERHEAD
-
-    def _reference(self, name: str, content: bytes) -> dict[str, Any]:
-        return {
-            "bucket": self._objects_bucket,
-            "name": name,
-            "size": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
 
     def _other(self, message: Any) -> None:
         if isinstance(message, Begin):
@@ -603,7 +602,7 @@ class Assembler:
         self._ordinal = ordinal + 1
         if ordinal < self._skip_ordinal:
             return
-        self._messages.append((message.prefix, ordinal, self._seq, message.content))
+        self._messages.append(Noted(message.prefix, ordinal, self._seq, message.content))
         self._messages_bytes += len(message.content) + ITEM_OVERHEAD
         nothing_held = not self.is_open and self._held is None and self._held_parts is None
         if nothing_held or self._messages_bytes > HELD_MESSAGE_BYTES:
@@ -617,43 +616,11 @@ class Assembler:
             self._messages = [newest]
             self._messages_bytes = len(message.content) + ITEM_OVERHEAD
 
-    def _emit_message(self, message: tuple[str, int, int, bytes], end_lsn: int | None) -> None:
-        prefix, ordinal, seq, content = message
-        token = f"$message.{escape_token(prefix)}"
-        subject = self._subjects.message(prefix)
-        msg_id = f"{self.commit_lsn:x}-{token}-message-{ordinal}{self._id_tail.decode()}"
-        fields: dict[str, Any] = {
-            "v": 1,
-            "source": self._source,
-            "epoch": self._epoch,
-            "operation": "MESSAGE",
-            "prefix": prefix,
-            "msg_id": msg_id,
-            "subject": subject,
-            "lsn": self.commit_lsn,
-            "xid": self._xid,
-            "seq": seq,
-            "ordinal": ordinal,
-            "ts": self._ts,
-        }
-        if end_lsn is not None:
-            fields["end_lsn"] = end_lsn
-        try:
-            body: dict[str, Any] = {"data": content.decode(), "encoding": "utf8"}
-        except UnicodeDecodeError:
-            body = {"data": content, "encoding": self._encoder.binary}
-        payload = self._encoder.document({**fields, **body})
-        stored = b""
-        if len(payload) > self._room:
-            stored = self._encoder.document(body)
-            reference = self._reference(f"{self._source}/{msg_id}", stored)
-            payload = self._encoder.document({**fields, "ref": reference})
-        small = Outgoing(
-            subject.encode("ascii"), msg_id.encode(), self._headers, payload, token,
-            self.commit_lsn, None, ordinal, 0, 1, self._ts,
-        )  # fmt: skip
-        item = Oversized(f"{self._source}/{msg_id}", stored, small) if stored else small
-        self._append(item, len(stored) + len(payload))
+    def _emit_message(self, noted: Noted, end_lsn: int | None) -> None:
+        item, size = self._message_encoder.encode(
+            noted, commit_lsn=self.commit_lsn, xid=self._xid, ts=self._ts, end_lsn=end_lsn
+        )
+        self._append(item, size)
 
 
 def _with_end(item: Item, end_lsn: int) -> Item:
