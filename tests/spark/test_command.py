@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
+from consumer_sdk.errors import GapError
 from spark_consumer import cli, java
 from spark_consumer.errors import LakeBusyError, SetupError
 from spark_consumer.lake_lock import sole_job
@@ -101,6 +102,20 @@ def test_nats_that_is_not_there_is_exit_3(capsys: pytest.CaptureFixture[str]) ->
         if environment is not None:
             os.environ["NATS_URL"] = environment
     assert "secret" not in capsys.readouterr().err
+
+
+def test_a_gap_is_exit_4_and_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(_: object) -> int:
+        raise GapError("it was trimmed or purged", 7, 12)
+
+    monkeypatch.setattr(cli, "_run_job", job)
+    assert cli.run(["--tables", "a", "--lake", "x"]) == 4
+    assert capsys.readouterr().err == (
+        "spark-consumer: gap in the change stream: it was trimmed or purged (wanted sequence 7, "
+        "oldest available 12); bootstrap again with --rebootstrap, which rebuilds the tables\n"
+    )
 
 
 @pytest.mark.parametrize(
