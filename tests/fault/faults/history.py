@@ -32,6 +32,10 @@ async def _begin_new_epoch(world: World) -> None:
         lambda: bridge.ready() or not bridge.running, PATIENCE_SECONDS, world.bridge_log
     )
     assert bridge.running, world.bridge_log()
+    # The next fault of this kind must meet a bridge that was not told to go on.
+    await world.stop_bridge()
+    world.launch_bridge()
+    await world.until_ready()
 
 
 async def _refuses(world: World) -> None:
