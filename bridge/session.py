@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,11 @@ from bridge.publish.objects import ObjectWriter
 from bridge.publish.progress import ProgressLog, Stored, load_progress
 from bridge.publish.publisher import Limits, Publisher
 from bridge.publish.readback import RecordReader
-from bridge.publish.streams import StreamState, stream_state
+from bridge.publish.streams import ApiError, StreamState, api, stream_state
 from bridge.ring import Ring
 from bridge.schemas.catalog import Catalog
+from bridge.schemas.coverage import read_coverage
+from bridge.schemas.coverage_watch import CoverageWatch, load_coverage
 from bridge.schemas.registry import Document, SchemaRegistry
 from bridge.schemas.store import SchemaStore
 from bridge.schemas.tables import PublishedTables
@@ -99,10 +101,12 @@ class Session:
         self._encoder: Encoder = JsonEncoder() if settings.json else MsgpackEncoder()
         self._server_version = 0
         self._utf8 = True
+        self._is_new_slot = False
         self._epoch = 0
         self._reader: WalReader
         self._publisher: Publisher
         self._tables: PublishedTables
+        self._coverage: CoverageWatch
 
     async def open(self) -> None:
         """Everything up to the first byte read; raises SlotInUse where another bridge streams."""
@@ -112,15 +116,23 @@ class Session:
             await self._preflight()
         stored_schemas = await self._refuse_taken_tables()
         async with _answering():
-            await self._slot.create_if_missing(self._server_version, failover=settings.failover)
+            self._is_new_slot = await self._slot.create_if_missing(
+                self._server_version, failover=settings.failover
+            )
             await self._slot.connect(self._conninfo)
             self._stack.push_async_callback(self._slot.connection.close)
             server = await self._slot.identify()
             self._stats.database = server.database
             await self._slot.take(settings.origin)
             self._stats.slot_active = True
-        async with self._slot.kept_alive(settings.status_interval):
-            await self._prepare(server, stored_schemas)
+        try:
+            async with self._slot.kept_alive(settings.status_interval):
+                await self._prepare(server, stored_schemas)
+        except DataAtRiskError:
+            if self._is_new_slot:
+                # Nobody reads it before an operator has decided: it would only hold back WAL.
+                await self._slot.drop()
+            raise
 
     async def _prepare(self, server: Server, stored_schemas: Mapping[str, Document]) -> None:
         """With the slot taken: find out where to go on, and set up the stages."""
@@ -129,12 +141,18 @@ class Session:
         record = standing.record
         decision = await self._decide(standing)
         self._epoch = self._stats.epoch = self._choose_epoch(record, decision)
+        bucket = self._broker.bridge
+        known = await load_coverage(bucket, settings.slot, self._epoch)
+        if known is None:
+            # The beginning of an epoch: what is covered now is what its snapshots will hold.
+            known = await read_coverage(self._catalog, settings.pub, self._server_version)
         registry = SchemaRegistry(
             source=settings.slot,
             epoch=self._epoch,
             catalog=self._catalog,
             stored=stored_schemas,
             announced=record.schemas,
+            floors={token: one.schema_version for token, one in known.items() if one.is_gone},
         )
         self._tables = PublishedTables(
             catalog=self._catalog,
@@ -150,6 +168,19 @@ class Session:
         self._reader = self._build_reader(ring, decision.resume)
         self._publisher = await self._build_publisher(ring, standing, decision, registry)
         await self._announce(standing, decision)
+        self._coverage = CoverageWatch(
+            catalog=self._catalog,
+            bucket=bucket,
+            registry=registry,
+            store=self._schemas,
+            writer=self._publisher,
+            forget_snapshots=self._forget_snapshots,
+            source=settings.slot,
+            epoch=self._epoch,
+            publication=settings.pub,
+            server_version=self._server_version,
+            known=known,
+        )
         await self._start_snapshots()
         event(
             log, "streaming starts", slot=settings.slot, publication=settings.pub,
@@ -261,6 +292,12 @@ class Session:
         )
         if self._known_gap is not None and decision.gap is None:
             return Continuity(Resume(), gap=self._known_gap)
+        if self._is_new_slot and decision.gap is not None:
+            gone = (
+                f"slot {self._settings.slot} was gone, and the changes since "
+                f"{format_lsn(record.recorded_lsn)} with it"
+            )
+            return replace(decision, gap=gone)
         return decision
 
     def _choose_epoch(self, record: Record, decision: Continuity) -> int:
@@ -322,6 +359,7 @@ class Session:
         await writer.open()
         self._stack.push_async_callback(writer.close)
         stats.mode = "fast-ingest" if batched else "plain"
+        stats.confirmed_lsn = max(stats.confirmed_lsn, standing.slot_lsn)
         progress = ProgressLog(
             broker.bridge, self._subjects.progress(settings.slot), settings.slot, self._epoch,
             standing.server, settings.pub, stream.created_us, settings.json,
@@ -390,6 +428,12 @@ class Session:
         await snapshots.start()
         self._stack.push_async_callback(snapshots.stop)
 
+    async def _forget_snapshots(self, token: str) -> None:
+        """Let nobody begin from a snapshot of a table that was taken before a gap."""
+        body = {"filter": self._subjects.meta(token)}
+        with suppress(ApiError):
+            await api(self._broker.client, f"STREAM.PURGE.{self._subjects.init_stream}", body)
+
     async def _compile_relation(self, message: Relation, commit_lsn: int) -> CompiledRelation:
         structure, types, version, notice = await self._tables.from_log(message, commit_lsn)
         return CompiledRelation(
@@ -405,6 +449,7 @@ class Session:
                 helpers = [
                     group.create_task(self._reader.report()),
                     group.create_task(self._tables.store_new()),
+                    group.create_task(self._coverage.run()),
                     group.create_task(
                         self._slot.watch_silence(lambda: self._reader.silent_seconds)
                     ),

@@ -9,6 +9,7 @@ from consumer_sdk.decoder import parse_headers
 from consumer_sdk.errors import CorruptData, VersionTooNew
 from consumer_sdk.wire.envelope import JSON, decode_payload
 from consumer_sdk.wire.errors import WireError, WireVersionError
+from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
     from consumer_sdk.stream import Frame
@@ -49,6 +50,32 @@ class Progress:
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptData(f"damaged progress message: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """What a source says of changes that the stream does not hold."""
+
+    reason: str
+    tables: frozenset[str] | None
+    """Tokens of the tables concerned; None stands for all of them."""
+
+    def concerns(self, schema: str, table: str) -> bool:
+        """Whether readers of a table need a new snapshot."""
+        return self.tables is None or table_token(schema, table) in self.tables
+
+
+def gap_of(document: dict[str, Any]) -> Gap | None:
+    """The gap that a progress document announces."""
+    gap = document.get("gap")
+    if not gap:
+        return None
+    fields = gap if isinstance(gap, dict) else {"reason": gap}
+    tables = fields.get("tables")
+    return Gap(
+        reason=str(fields.get("reason") or "no reason given"),
+        tables=frozenset(map(str, tables)) if isinstance(tables, list) else None,
+    )
 
 
 def decode_progress(frame: Frame) -> Progress:

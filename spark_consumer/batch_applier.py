@@ -18,7 +18,7 @@ from pyspark.sql import functions as fn
 
 from consumer_sdk.errors import CorruptData, GapError
 from consumer_sdk.holds import hold
-from consumer_sdk.progress import Progress
+from consumer_sdk.progress import Progress, gap_of
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.envelope import CONTENT_TYPE, decode_payload
 from consumer_sdk.wire.errors import WireError
@@ -59,7 +59,7 @@ class BatchApplier:
     """Applies batches of `nats_cdc` in form `message` to the tables of a lake.
 
     `ask_progress(source)` tells how far a source has got, `ask_last()` the last sequence stored.
-    `rebootstrap` turns schema changes that cannot be followed into RebuildNeeded.
+    `rebootstrap` turns gaps and schema changes that cannot be followed into RebuildNeeded.
     """
 
     def __init__(
@@ -167,6 +167,14 @@ class BatchApplier:
             if progress.epoch != position.epoch:
                 reason = f"source {progress.source} began epoch {progress.epoch}"
                 raise GapError(f"{reason} ({progress.gap})", position.stream_seq + 1, stream_seq)
+            gap = gap_of(progress.document)
+            if gap is None or not gap.concerns(kept.shape.schema, kept.shape.table):
+                continue
+            if progress.lsn < position.complete_at:
+                continue
+            if self._rebootstrap:
+                raise RebuildNeeded(kept, gap.reason)
+            raise GapError(gap.reason, position.stream_seq + 1, stream_seq)
         self._note_reached(progress.source, progress.lsn)
 
     def _note_reached(self, source: str, commit_lsn: int) -> None:

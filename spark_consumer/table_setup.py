@@ -125,7 +125,10 @@ class TableSetup:
                 note(logger, "table is rebuilt", level=logging.WARNING, table=name, reason=reason)
                 due[index] = table
         for index, table in due.items():
-            ready[index] = self._bootstrap(schemas[index], table)
+            schema = schemas[index]
+            # What was retained may be from before the reason to rebuild.
+            fresh = (schema.schema, schema.table) in rebuild
+            ready[index] = self._bootstrap(schema, table, fresh=fresh)
         return [ready[index] for index in range(len(schemas))]
 
     def _continue(self, schema: TableSchema, table: LakeTable) -> KeptTable:
@@ -189,13 +192,13 @@ class TableSetup:
                     "or rebuild it with --rebootstrap"
                 )
 
-    def _bootstrap(self, schema: TableSchema, table: LakeTable | None) -> KeptTable:
+    def _bootstrap(self, schema: TableSchema, table: LakeTable | None, *, fresh: bool) -> KeptTable:
         name = format_table_name(schema.schema, schema.table)
         started = time.monotonic()
         bar = ProgressBar(name)
         wanted = (schema.schema, schema.table)
         meta, schema = self._nats.run(
-            lambda client: take_snapshot(client, wanted, progress=bar.snapshot)
+            lambda client: take_snapshot(client, wanted, fresh=fresh, progress=bar.snapshot)
         )
         shape = shape_of(schema, self._policy)
         root = self._lake.table_root(schema.schema, schema.table)

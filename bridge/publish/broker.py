@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridge.cancellation import stay_cancelled
-from bridge.errors import BrokerError, Retryable
+from bridge.errors import BrokerError, DataAtRiskError, Retryable
 from bridge.publish.link import server_version
+from bridge.publish.progress import load_progress
 from bridge.publish.streams import (
     ApiError,
     cdc_config,
@@ -67,6 +68,8 @@ async def open_broker(client: Client, settings: Settings) -> Broker:
         raise BrokerError(
             f"nats-server {'.'.join(map(str, version))} is too old; 2.10 is the least"
         )
+    bridge = await ensure_bucket(js, subjects.bridge_bucket, history=1, replicas=replicas)
+    await _refuse_lost_stream(client, settings, bridge)
     await ensure_stream(
         client, subjects.cdc_stream, subjects.cdc_all, cdc_config(settings, version)
     )
@@ -75,7 +78,23 @@ async def open_broker(client: Client, settings: Settings) -> Broker:
         client=client,
         subjects=subjects,
         schemas=await ensure_bucket(js, subjects.schemas_bucket, history=10, replicas=replicas),
-        bridge=await ensure_bucket(js, subjects.bridge_bucket, history=1, replicas=replicas),
+        bridge=bridge,
         dictionaries=await ensure_bucket(js, subjects.dicts_bucket, history=1, replicas=replicas),
         objects=await ensure_objects(js, subjects.objects_bucket, settings),
     )
+
+
+async def _refuse_lost_stream(client: Client, settings: Settings, bridge: KeyValue) -> None:
+    """Stop before a stream is created where one has been that is gone."""
+    name = settings.subjects.cdc_stream
+    try:
+        is_there = await stream_state(client, name) is not None
+    except ApiError:
+        return
+    if is_there or settings.on_gap == "new-epoch":
+        return
+    if await load_progress(bridge, settings.slot) is not None:
+        raise DataAtRiskError(
+            f"continuity of source {settings.slot} is lost: stream {name} is gone; start with "
+            "--on-gap=new-epoch to create it and go on, consumers will bootstrap again"
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -72,6 +73,15 @@ class Limits:
     nats_away_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """Something to say once the stream is complete up to a position."""
+
+    lsn: int
+    gap: dict[str, object] | None
+    written: asyncio.Future[None]
+
+
 _TOKEN = attrgetter("token")
 _ROWS = attrgetter("rows")
 _END_LSN = attrgetter("end_lsn")
@@ -128,6 +138,7 @@ class Publisher:
         self._last_keep = 0.0
         self._last_progress = 0.0
         self._batch_events = limits.batch_events
+        self._reports: deque[_Report] = deque()
         self._ahead: list[Item] = []
         """The next batch, taken while the one before it was under way."""
         self._draining = False
@@ -150,6 +161,7 @@ class Publisher:
                     continue
             items, self._ahead = self._ahead or self._take(), []
             await self._publish(items)
+            await self._write_reports()
             if not self._is_pending:
                 await self._idle()
             elif time.monotonic() - self._last_keep > KEEP_SECONDS:
@@ -208,11 +220,26 @@ class Publisher:
             self._kept_lsn = lsn
         self._recorded_lsn = max(self._recorded_lsn, lsn)
 
+    async def report(self, lsn: int, gap: dict[str, object] | None) -> None:
+        """Wait until everything up to `lsn` is stored, then write the gap, if there is one."""
+        written = asyncio.get_running_loop().create_future()
+        self._reports.append(_Report(lsn, gap, written))
+        await written
+
+    async def _write_reports(self) -> None:
+        while self._reports and self._reports[0].lsn <= self.confirmed_lsn:
+            report = self._reports.popleft()
+            if report.gap is not None:
+                await self._record_progress(self.confirmed_lsn, 0, report.gap)
+            if not report.written.done():
+                report.written.set_result(None)
+
     async def _rest(self) -> None:
         """Nothing to do: see whether NATS is there, and record what the log tells."""
         if self._client.is_connected:
             self._failing_since = None
             await self._idle()
+            await self._write_reports()
         else:
             self._note_failure("NATS is not connected")
 

@@ -65,6 +65,14 @@ class _Versions:
     """Version of the last schema message in the stream, 0 for none."""
     stored: tuple[int, int] = (0, 0)
     """Epoch and version of the document in KV, zeros for none."""
+    floor: int = 0
+    """A version that was given out and of which no document is left."""
+
+    @property
+    def newest_version(self) -> int:
+        documents = (self.newest, self.current)
+        versions: list[int] = [one["schema_version"] for one in documents if one is not None]
+        return max(self.floor, *versions, 0)
 
 
 class SchemaRegistry:
@@ -78,6 +86,7 @@ class SchemaRegistry:
         catalog: Catalog,
         stored: Mapping[str, Document],
         announced: Mapping[str, Document],
+        floors: Mapping[str, int],
     ) -> None:
         self._source = source
         self._epoch = epoch
@@ -94,6 +103,21 @@ class SchemaRegistry:
             entry.announced = document["schema_version"]
             if entry.newest is None or entry.newest["schema_version"] < entry.announced:
                 entry.newest = document
+
+        for token, version in floors.items():
+            self._versions.setdefault(token, _Versions()).floor = version
+
+    def stored_tokens(self) -> set[str]:
+        """The tables of which KV holds a document."""
+        return {token for token in self._versions if self.is_stored(token)}
+
+    def newest_version(self, token: str) -> int:
+        """The highest version given out for a table, 0 for none."""
+        return self._versions[token].newest_version if token in self._versions else 0
+
+    def note_removed(self, token: str) -> None:
+        """KV holds no document of the table any more."""
+        self._versions[token].stored = (0, 0)
 
     def needs_announcement(self, token: str, version: int) -> bool:
         """Whether the last schema message in the stream is another one."""
@@ -141,10 +165,7 @@ class SchemaRegistry:
                 if from_log:
                     entry.current = document
                 return document
-        version = 1 + max(
-            entry.newest["schema_version"] if entry.newest else 0,
-            entry.current["schema_version"] if entry.current else 0,
-        )
+        version = 1 + entry.newest_version
         table = await self._catalog.table_by_id(structure.relation_id, structure.replica_identity)
         document = await self._describe(structure, types, table, version, lsn)
         entry.newest = document

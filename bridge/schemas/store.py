@@ -123,6 +123,17 @@ class SchemaStore:
             )
         return found < ours
 
+    async def remove(self, token: str) -> None:
+        """Take a table of this source out of the bucket."""
+        async with self._lock:
+            try:
+                entry = await self._bucket.get(token)
+            except KeyNotFoundError:
+                return
+            held = read_document(entry.value or b"")
+            if held is not None and held.get("source") == self._source:
+                await self._bucket.delete(token)
+
     async def release(self) -> int:
         """Give up every table of this source."""
         released = 0

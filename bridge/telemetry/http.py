@@ -152,7 +152,7 @@ class HttpServer:
         return _json(document, status=200 if alive else 503)
 
     async def _get_ready(self, _request: web.Request) -> web.Response:
-        ready = self._stats.state == "streaming"
+        ready = self._stats.state == "streaming" and self._stats.nats_connected
         document = {"ready": ready, "state": self._stats.state}
         return _json(document, status=200 if ready else 503)
 

@@ -157,7 +157,7 @@ class WalReader:
         assembler = self._assembler
         feed = assembler.feed
         stats = self._stats
-        taken = 0
+        taken = received = 0
         frame = b""
         try:
             for _ in range(SLICE_MESSAGES):
@@ -179,6 +179,7 @@ class WalReader:
                     if length <= XLOG_DATA_HEADER_BYTES:
                         raise ProtocolError(f"XLogData frame of {length} bytes is too short")
                     taken += 1
+                    received += length
                     if frame[XLOG_DATA_HEADER_BYTES] == _RELATION:
                         await self._take_relation(frame)
                     else:
@@ -192,6 +193,7 @@ class WalReader:
             return False
         finally:
             stats.wal_messages_received += taken
+            stats.wal_bytes_received += received
             if taken and frame[0] == XLOG_DATA:
                 # The LSN of a record, 0 for messages that stand for none.
                 self._received_lsn = max(self._received_lsn, int.from_bytes(frame[1:9], "big"))

@@ -24,6 +24,8 @@ log = logging.getLogger("bridge.slot")
 SILENCE_SECONDS = 10.0
 LONGEST_SILENCE_SECONDS = 60.0
 FAILOVER_VERSION = 170000
+RELEASE_ATTEMPTS = 10
+RELEASE_PAUSE_SECONDS = 0.2
 _IN_USE = "55006"
 _PREREQUISITE = "55000"
 _FIX_THE_DATABASE = ("42501", "28000", "0A000")
@@ -42,12 +44,15 @@ class Slot:
         self._name = name
         self._publication = publication
 
-    async def create_if_missing(self, server_version: int, *, failover: bool) -> None:
-        """Create the slot where there is none; `failover` lets standbys have a copy of it."""
+    async def create_if_missing(self, server_version: int, *, failover: bool) -> bool:
+        """Create the slot where there is none; whether that was so.
+
+        `failover` lets standbys have a copy of it.
+        """
         if await self._catalog.rows(
             "SELECT 1 FROM pg_catalog.pg_replication_slots WHERE slot_name = %s", [self._name]
         ):
-            return
+            return False
         arguments = "%s, 'pgoutput', false, false"
         if failover:
             if server_version < FAILOVER_VERSION:
@@ -59,6 +64,20 @@ class Slot:
         await self._catalog.rows(
             f"SELECT pg_catalog.pg_create_logical_replication_slot({arguments})", [self._name]
         )
+        return True
+
+    async def drop(self) -> None:
+        """Give up the slot, as far as PostgreSQL lets us; its connection is closed."""
+        await self.connection.close()
+        for _ in range(RELEASE_ATTEMPTS):
+            with suppress(Retryable, SourceError):
+                await self._catalog.rows(
+                    "SELECT pg_catalog.pg_drop_replication_slot(%s)", [self._name]
+                )
+                event(log, "slot dropped again", slot=self._name)
+                return
+            # The walsender needs a moment to notice that its client has gone.
+            await asyncio.sleep(RELEASE_PAUSE_SECONDS)
 
     async def connect(self, conninfo: str) -> None:
         """Open the replication connection."""

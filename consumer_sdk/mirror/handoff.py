@@ -26,6 +26,7 @@ from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairN
 from consumer_sdk.mirror.evolution import Effect, compare
 from consumer_sdk.mirror.followed import follow_source
 from consumer_sdk.mirror.target import Lane
+from consumer_sdk.progress import gap_of
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.lsn import format_lsn
 
@@ -340,16 +341,18 @@ class HandOff:
             self._progress(source, event, stream_seq)
 
     def _progress(self, source: FollowedSource, event: Event, stream_seq: int) -> None:
-        gap = (event.document or {}).get("gap")
-        if gap:
+        gap = gap_of(event.document or {})
+        if gap is not None:
             broken = [
                 name
                 for name, copy in source.copies.items()
-                if copy.copy.snapshot_lsn <= event.commit_lsn
+                if gap.concerns(*name) and copy.copy.snapshot_lsn <= event.commit_lsn
             ]
             if broken:
                 raise RepairNeeded(
-                    f"source {source.name} announced a gap", broken, event.commit_lsn + 1
+                    f"source {source.name} announced a gap: {gap.reason}",
+                    broken,
+                    event.commit_lsn + 1,
                 )
         if source.open_lsn < 0:
             self._reach(source, event.commit_lsn, stream_seq)

@@ -1,0 +1,201 @@
+"""What a publication covers of each table, and changes of that which the log does not tell.
+
+The log carries rows. That a table left the publication and came back, that it has another row
+filter, or that a partition below a published root was truncated, attached, detached or dropped,
+moves rows into or out of what is published without a word in the log. So the bridge remembers what
+was covered, compares it with the catalog every few seconds and after a start, and says `gap` in
+the stream: readers take a new snapshot of the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from bridge.errors import Retryable, SourceError
+from consumer_sdk.wire.subjects import table_token
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
+
+    from bridge.schemas.catalog import Catalog
+
+FILTERS_VERSION = 150000
+"""Since 15 a publication may have row filters and column lists."""
+
+ABSENT = "it was out of the publication for a while"
+
+_PUBLICATION = """
+SELECT oid::int8, pubinsert, pubupdate, pubdelete, pubtruncate
+FROM pg_catalog.pg_publication WHERE pubname = %s
+"""
+
+_TABLES = """
+SELECT t.schemaname, t.tablename, c.oid::int8, c.relkind = 'p', {entry}, {filter}, {columns}
+FROM pg_catalog.pg_publication_tables t
+JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
+JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
+LEFT JOIN pg_catalog.pg_publication_rel r ON r.prpubid = p.oid AND r.prrelid = c.oid
+{schemas}
+WHERE t.pubname = %s
+"""
+_SCHEMAS = """
+LEFT JOIN pg_catalog.pg_publication_namespace s ON s.pnpubid = p.oid AND s.pnnspid = n.oid
+"""
+
+_LEAVES = """
+SELECT r.oid::int8, c.oid::int8, c.relfilenode::int8
+FROM unnest(%s::oid[]) AS r(oid)
+CROSS JOIN LATERAL pg_catalog.pg_partition_tree(r.oid) AS t
+JOIN pg_catalog.pg_class c ON c.oid = t.relid
+WHERE c.relkind = 'r'
+"""
+
+_LEAF = """
+SELECT pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.relname),
+       pg_catalog.pg_relation_size(c.oid)
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE c.oid = %s::oid
+"""
+
+# Rows inserted through the root are younger than the attachment, and published.
+_ATTACHED_ROWS = """
+SELECT EXISTS (
+    SELECT 1 FROM ONLY {leaf} AS l
+    WHERE pg_catalog.age(l.xmin) >= (
+        SELECT min(pg_catalog.age(i.xmin)) FROM pg_catalog.pg_inherits i
+        WHERE i.inhrelid IN (SELECT relid FROM pg_catalog.pg_partition_ancestors(%s))
+    )
+)
+"""
+
+
+@dataclass(slots=True)
+class Covered:
+    """What the log carries of one table."""
+
+    schema: str
+    table: str
+    publication: int
+    operations: str
+    relation_id: int
+    entry: int | None = None
+    """What makes it a part of the publication: another one after it left and came back."""
+    row_filter: str | None = None
+    columns: str | None = None
+    leaves: dict[str, int] = field(default_factory=dict)
+    """Partitions below a published root, by OID, and the files that hold their rows."""
+    is_gone: bool = False
+    """Whether it was published once and is not any more."""
+    schema_version: int = 0
+    """The last version that it had before it went."""
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
+        """Read what `asdict` has written; TypeError or ValueError if it is something else."""
+        known = {one.name for one in fields(cls)}
+        covered = cls(**{name: value for name, value in document.items() if name in known})
+        covered.leaves = {str(leaf): int(node) for leaf, node in covered.leaves.items()}
+        return covered
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The same for KV."""
+        return asdict(self)
+
+
+Coverage = dict[str, Covered]
+"""By table token."""
+
+
+async def read_coverage(catalog: Catalog, publication: str, server_version: int) -> Coverage:
+    """What the publication covers now; nothing where it does not exist."""
+    found = await catalog.rows(_PUBLICATION, [publication])
+    if not found:
+        return {}
+    publication_id, *operations = found[0]
+    letters = "".join(letter for letter, is_on in zip("iudt", operations, strict=True) if is_on)
+    newer = server_version >= FILTERS_VERSION
+    query = _TABLES.format(
+        entry="coalesce(r.oid, s.oid)::int8" if newer else "r.oid::int8",
+        filter="t.rowfilter" if newer else "NULL",
+        columns="r.prattrs::text" if newer else "NULL",
+        schemas=_SCHEMAS if newer else "",
+    )
+    coverage: Coverage = {}
+    roots: dict[int, Covered] = {}
+    rows = await catalog.rows(query, [publication])
+    for schema, table, relation_id, is_root, entry, row_filter, columns in rows:
+        covered = Covered(
+            schema, table, publication_id, letters, relation_id, entry, row_filter, columns
+        )
+        coverage[table_token(schema, table)] = covered
+        if is_root:
+            roots[relation_id] = covered
+    if roots:
+        for root, leaf, filenode in await catalog.rows(_LEAVES, [list(roots)]):
+            roots[root].leaves[str(leaf)] = filenode
+    return coverage
+
+
+async def has_attached_rows(catalog: Catalog, leaf: str) -> bool:
+    """Whether a partition holds rows from before it was one; True where nobody can tell."""
+    try:
+        described = await catalog.rows(_LEAF, [leaf])
+        if not described or not described[0][1]:
+            return False
+        (answer,) = await catalog.rows(_ATTACHED_ROWS.format(leaf=described[0][0]), [int(leaf)])
+    except (Retryable, SourceError):
+        return True
+    return bool(answer[0])
+
+
+async def unlogged_changes(
+    known: Coverage, found: Coverage, is_filled: Callable[[str], Awaitable[bool]]
+) -> dict[str, str]:
+    """Reasons, by token, why rows of a table are published or not without the log telling.
+
+    `is_filled` tells of a new partition whether it brought rows along.
+    """
+    changes = {}
+    for token, now in found.items():
+        before = known.get(token)
+        if before is None:
+            continue
+        reason = next(_differences(before, now), None)
+        if reason is None:
+            reason = await _moved_partitions(before, now, is_filled)
+        if reason is not None:
+            changes[token] = reason
+    return changes
+
+
+def _differences(before: Covered, now: Covered) -> Iterator[str]:
+    if before.is_gone:
+        yield ABSENT
+    if before.publication != now.publication:
+        yield "the publication was dropped and created again"
+    if before.relation_id != now.relation_id:
+        yield "another table has its name now"
+    if before.operations != now.operations:
+        yield "the publication publishes other operations now"
+    if before.row_filter != now.row_filter:
+        yield "its row filter was changed"
+    if before.columns != now.columns:
+        yield "its list of columns was changed"
+    if before.entry != now.entry:
+        yield ABSENT
+
+
+async def _moved_partitions(
+    before: Covered, now: Covered, is_filled: Callable[[str], Awaitable[bool]]
+) -> str | None:
+    if before.leaves.keys() - now.leaves.keys():
+        return "a partition was detached or dropped"
+    if any(now.leaves[leaf] != filenode for leaf, filenode in before.leaves.items()):
+        return "a partition was truncated or rewritten"
+    for leaf in now.leaves.keys() - before.leaves.keys():
+        if await is_filled(leaf):
+            return "a partition was attached with rows in it"
+    return None

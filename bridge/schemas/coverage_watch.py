@@ -1,0 +1,174 @@
+"""Keeps an eye on what the publication covers, and has gaps announced.
+
+What was covered when it was last looked at is kept in the KV bucket `bridge`, so that changes made
+while no bridge ran are noticed at the next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+import nats.errors
+from nats.js.errors import APIError, KeyNotFoundError
+
+from bridge.cancellation import stay_cancelled
+from bridge.errors import Retryable, SourceError
+from bridge.schemas.coverage import (
+    Coverage,
+    Covered,
+    has_attached_rows,
+    read_coverage,
+    unlogged_changes,
+)
+from bridge.telemetry.logs import event
+from consumer_sdk.wire.lsn import parse_lsn
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from nats.js.kv import KeyValue
+
+    from bridge.schemas.catalog import Catalog
+    from bridge.schemas.registry import SchemaRegistry
+    from bridge.schemas.store import SchemaStore
+
+log = logging.getLogger("bridge.coverage")
+
+POLL_SECONDS = 5.0
+_POSITION = """
+SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
+             ELSE pg_catalog.pg_current_wal_lsn() END)::text
+"""
+
+
+class GapWriter(Protocol):
+    """Whoever writes to the stream."""
+
+    async def report(self, lsn: int, gap: dict[str, object] | None) -> None:
+        """Wait until everything up to `lsn` is stored, then write the gap, if there is one."""
+        ...
+
+
+async def load_coverage(bucket: KeyValue, source: str, epoch: int) -> Coverage | None:
+    """What is remembered of an epoch; None where nothing is."""
+    try:
+        entry = await bucket.get(f"coverage.{source}")
+        document = json.loads(entry.value or b"")
+        if document["epoch"] != epoch:
+            return None
+        return {token: Covered.from_document(one) for token, one in document["tables"].items()}
+    except KeyNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+class CoverageWatch:
+    """Compares what is covered with what was; `known` is the latter."""
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        bucket: KeyValue,
+        registry: SchemaRegistry,
+        store: SchemaStore,
+        writer: GapWriter,
+        forget_snapshots: Callable[[str], Awaitable[None]],
+        source: str,
+        epoch: int,
+        publication: str,
+        server_version: int,
+        known: Coverage,
+    ) -> None:
+        self._catalog = catalog
+        self._bucket = bucket
+        self._registry = registry
+        self._store = store
+        self._writer = writer
+        self._forget_snapshots = forget_snapshots
+        self._source = source
+        self._epoch = epoch
+        self._publication = publication
+        self._server_version = server_version
+        self._known = known
+        self._saved: Coverage | None = None
+
+    async def run(self) -> None:
+        """Look every few seconds; what cannot be looked at now is looked at later."""
+        while True:
+            await stay_cancelled()
+            try:
+                await self._look()
+            except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:
+                event(log, "coverage not looked at", level=logging.DEBUG, reason=str(error))
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _look(self) -> None:
+        known = self._known
+        found = await read_coverage(self._catalog, self._publication, self._server_version)
+        changes = await unlogged_changes(
+            known, found, lambda leaf: has_attached_rows(self._catalog, leaf)
+        )
+        gone = {
+            token
+            for token in known.keys() | self._registry.stored_tokens()
+            if token not in found and not (token in known and known[token].is_gone)
+        }
+        if changes or gone:
+            (row,) = await self._catalog.rows(_POSITION)
+            await self._announce(changes, found, parse_lsn(row[0]))
+        for token in gone:
+            await self._release(token)
+        for token in (known.keys() | gone) - found.keys():
+            covered = known.get(token) or Covered("", "", 0, "", 0)
+            covered.is_gone = True
+            covered.schema_version = max(
+                covered.schema_version, self._registry.newest_version(token)
+            )
+            found[token] = covered
+        if found != self._saved:
+            await self._save(found)
+        self._known = found
+
+    async def _announce(self, changes: dict[str, str], found: Coverage, lsn: int) -> None:
+        """Tell readers; returns when the stream has it, and everything that came before."""
+        if not changes:
+            await self._writer.report(lsn, None)
+            return
+        names = {
+            token: format_table_name(found[token].schema, found[token].table) for token in changes
+        }
+        reason = "; ".join(f"table {names[token]}: {why}" for token, why in changes.items())
+        event(log, "gap", level=logging.WARNING, reason=reason)
+        gap = {
+            "reason": reason,
+            "tables": sorted(changes),
+            "previous_epoch": self._epoch,
+            "previous_lsn": lsn,
+            "resumes_at": lsn,
+        }
+        await self._writer.report(lsn, gap)
+        for token in changes:
+            await self._forget_snapshots(token)
+
+    async def _release(self, token: str) -> None:
+        """A table that is not published any more has no schema; its last version is remembered."""
+        if self._registry.is_stored(token):
+            event(log, "table is not published any more", table=token)
+            await self._store.remove(token)
+            self._registry.note_removed(token)
+
+    async def _save(self, coverage: Coverage) -> None:
+        document = {
+            "v": 1,
+            "source": self._source,
+            "epoch": self._epoch,
+            "tables": {token: covered.document for token, covered in coverage.items()},
+        }
+        await self._bucket.put(f"coverage.{self._source}", json.dumps(document).encode())
+        self._saved = {token: Covered(**one.document) for token, one in coverage.items()}

@@ -1,0 +1,186 @@
+"""What the log does not tell is announced: tables that leave and return, filters, partitions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.fixtures.postgres import both_versions
+from tests.fixtures.waiting import eventually, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.fixtures.bridge_process import BridgeProcess
+    from tests.fixtures.cdc_log import CdcLog
+    from tests.fixtures.mirror import MirrorProcess
+    from tests.fixtures.postgres import Database
+
+PARTITIONED = """
+CREATE TABLE part (id int PRIMARY KEY, body text) PARTITION BY RANGE (id);
+CREATE TABLE part1 PARTITION OF part FOR VALUES FROM (0) TO (100);
+CREATE TABLE part2 PARTITION OF part FOR VALUES FROM (100) TO (200);
+INSERT INTO part VALUES (1, 'one'), (101, 'hundred and one');
+"""
+ATTACH = """
+CREATE TABLE part3 (LIKE part INCLUDING ALL);
+INSERT INTO part3 VALUES (201, 'from elsewhere');
+ALTER TABLE part ATTACH PARTITION part3 FOR VALUES FROM (200) TO (300);
+"""
+
+
+async def gaps(cdc: CdcLog) -> list[dict[str, Any]]:
+    """The gaps announced so far."""
+    return [record["gap"] for record in await cdc.progress() if record["gap"]]
+
+
+async def remembered(cdc: CdcLog, database: Database) -> dict[str, Any]:
+    return await cdc.kept_coverage(f"slot_{database.name}")
+
+
+@pytest.fixture
+def run(run_command: Callable[..., Any], prefix: str) -> Callable[..., Any]:
+    """Run `cdc` on the streams of this test."""
+    return lambda *arguments: run_command("cdc", *arguments, environment={"BRIDGE_PREFIX": prefix})
+
+
+@pytest.fixture
+def partitioned(database: Database) -> Database:
+    for statement in PARTITIONED.strip().splitlines():
+        database.execute(statement)
+    database.publish("part", options="publish_via_partition_root = true")
+    return database
+
+
+@both_versions
+@pytest.mark.parametrize(
+    ("statements", "reason"),
+    [
+        ("TRUNCATE part1", "truncated or rewritten"),
+        ("ALTER TABLE part DETACH PARTITION part2", "detached or dropped"),
+        ("DROP TABLE part2", "detached or dropped"),
+        (ATTACH, "attached with rows"),
+    ],
+)
+async def test_rows_that_partitions_bring_or_take_are_a_gap(
+    partitioned: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    mirror_process: Callable[..., MirrorProcess],
+    cdc: CdcLog,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    statements: str,
+    reason: str,
+) -> None:
+    bridge_process()
+    await eventually(lambda: remembered(cdc, partitioned))
+    replica = f"sqlite:///{tmp_path / 'replica.db'}"
+    mirror = mirror_process("part", "--into", replica)
+    mirror.wait_logged("following")
+    for statement in statements.strip().splitlines():
+        partitioned.execute(statement)
+    (gap,) = await eventually(lambda: gaps(cdc))
+    assert reason in gap["reason"]
+    assert gap["tables"] == ["part"]
+    partitioned.execute("INSERT INTO part VALUES (7, 'afterwards')")
+
+    def is_equal() -> bool:
+        done = run("verify", "part", "--source", partitioned.dsn, "--replica", replica)
+        return done.returncode == 0
+
+    wait_until(is_equal, 30, mirror.log_text)
+
+
+async def test_new_partitions_and_what_is_written_to_them_are_no_gap(
+    partitioned: Database, bridge_process: Callable[..., BridgeProcess], cdc: CdcLog
+) -> None:
+    bridge_process()
+    before = await eventually(lambda: remembered(cdc, partitioned))
+    partitioned.execute("CREATE TABLE part4 PARTITION OF part FOR VALUES FROM (300) TO (400)")
+    partitioned.execute("INSERT INTO part VALUES (301, 'new')")
+    partitioned.execute("ANALYZE part1")
+
+    async def noticed() -> bool:
+        return await remembered(cdc, partitioned) != before
+
+    await eventually(noticed)
+    assert await gaps(cdc) == []
+
+
+@both_versions
+@pytest.mark.parametrize("running", [True, False], ids=["running", "stopped"])
+async def test_a_table_that_left_the_publication_and_came_back_is_a_gap(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    cdc: CdcLog,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    running: bool,
+) -> None:
+    database.execute("CREATE TABLE kept (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE gone (id int PRIMARY KEY)")
+    database.execute("INSERT INTO gone VALUES (1)")
+    database.publish("kept", "gone")
+    bridge = bridge_process()
+    assert await eventually(lambda: remembered(cdc, database))
+    replica = f"sqlite:///{tmp_path / 'replica.db'}"
+    mirror = ("mirror", "gone", "--into", replica, "--once")
+    assert run(*mirror).returncode == 0
+    if not running:
+        bridge.terminate()
+        bridge.wait(30)
+    database.execute("ALTER PUBLICATION pub DROP TABLE gone")
+    if running:
+        bridge.wait_logged("not published any more", 30)
+        assert "gone" not in run("tables").stdout
+        refused = run("mirror", "gone", "--into", f"{replica}2", "--once")
+        assert refused.returncode == 1
+        assert "not published" in refused.stderr
+    database.execute("INSERT INTO gone VALUES (2)")
+    database.execute("ALTER PUBLICATION pub ADD TABLE gone")
+    if not running:
+        bridge_process()
+    (gap,) = await eventually(lambda: gaps(cdc))
+    assert gap["tables"] == ["gone"]
+    assert "out of the publication" in gap["reason"]
+    for one in (replica, f"{replica}3"):
+        done = run("mirror", "gone", "--into", one, "--once")
+        assert done.returncode == 0, done.stderr
+        verified = run("verify", "gone", "--source", database.dsn, "--replica", one)
+        assert verified.returncode == 0, verified.stdout
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["running", "stopped"])
+async def test_another_row_filter_is_a_gap_for_its_table_alone(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    cdc: CdcLog,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    running: bool,
+) -> None:
+    database.execute("CREATE TABLE other (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE sifted (id int PRIMARY KEY)")
+    database.execute("INSERT INTO sifted VALUES (2), (20)")
+    database.execute("CREATE PUBLICATION pub FOR TABLE other, sifted WHERE (id > 10)")
+    bridge = bridge_process()
+    assert await eventually(lambda: remembered(cdc, database))
+    replica = f"sqlite:///{tmp_path / 'replica.db'}"
+    mirror = ("mirror", "--all", "--into", replica, "--once")
+    assert run(*mirror).returncode == 0
+    if not running:
+        bridge.terminate()
+        bridge.wait(30)
+    database.execute("ALTER PUBLICATION pub SET TABLE other, sifted WHERE (id > 1)")
+    if not running:
+        bridge_process()
+    (gap,) = await eventually(lambda: gaps(cdc))
+    assert gap["tables"] == ["sifted"]
+    assert "row filter" in gap["reason"]
+    again = run(*mirror)
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("event=loaded") == 1
+    verified = run("verify", "sifted", "--source", database.dsn, "--replica", replica)
+    assert verified.returncode == 0, verified.stdout

@@ -1,0 +1,82 @@
+"""A bridge that must not go on leaves everything as it found it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from nats.js.errors import NotFoundError
+
+from tests.fixtures.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.demo.servers import NatsServer
+    from tests.fixtures.bridge_process import BridgeProcess
+    from tests.fixtures.cdc_log import CdcLog
+    from tests.fixtures.postgres import Database
+
+
+@pytest.fixture
+async def stopped(
+    database: Database, bridge_process: Callable[..., BridgeProcess], cdc: CdcLog
+) -> str:
+    """The slot of a bridge that has published something and was stopped."""
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    bridge = bridge_process()
+    database.execute("INSERT INTO users VALUES (1)")
+    await cdc.settle()
+    bridge.terminate()
+    assert bridge.wait(30) == 0
+    return f"slot_{database.name}"
+
+
+async def test_a_slot_that_is_gone_is_named_and_not_left_behind(
+    stopped: str, database: Database, bridge_process: Callable[..., BridgeProcess]
+) -> None:
+    database.execute("SELECT pg_drop_replication_slot(%s)", [stopped])
+    database.execute("INSERT INTO users VALUES (2)")
+    bridge = bridge_process(wait=False)
+    assert bridge.wait(30) == 4
+    assert f"slot {stopped} was gone" in bridge.log_text()
+    assert database.value("SELECT count(*) FROM pg_replication_slots") == 0
+    bridge_process("--on-gap", "new-epoch")
+
+
+async def test_a_stream_that_is_gone_is_not_created_before_somebody_decides(
+    stopped: str, cdc: CdcLog, bridge_process: Callable[..., BridgeProcess]
+) -> None:
+    manager = cdc.client.jsm()
+    name = cdc.subjects.cdc_stream
+    await manager.delete_stream(name)
+    bridge = bridge_process(wait=False)
+    assert bridge.wait(30) == 4
+    assert f"stream {name} is gone" in bridge.log_text()
+    assert "--on-gap=new-epoch" in bridge.log_text()
+    with pytest.raises(NotFoundError):
+        await manager.stream_info(name)
+    bridge_process("--on-gap", "new-epoch")
+    assert (await manager.stream_info(name)).state.messages
+
+
+async def test_a_bridge_without_nats_is_not_ready(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    own_nats: Callable[..., NatsServer],
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    server = own_nats()
+    bridge = bridge_process(nats_url=server.url)
+    status = bridge.status()
+    assert status["confirmed_lsn"] != "0/0"
+    database.execute("INSERT INTO users VALUES (1)")
+    wait_until(lambda: bridge.status()["cdc_events_published"] == 1)
+    assert "bridge_wal_bytes_received_total 0.0" not in bridge.http("/metrics").text
+    server.kill()
+    wait_until(lambda: bridge.http("/ready").status == 503)
+    assert bridge.http("/health").status == 200
+    server.start()
+    wait_until(lambda: bridge.http("/ready").status == 200)
