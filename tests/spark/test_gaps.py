@@ -93,6 +93,21 @@ def test_a_recreated_stream_stops_the_job_or_rebuilds_the_table(
     assert_same_rows(database.dsn, jobs.lake, "users")
 
 
+def test_rows_that_the_log_never_told_of_stop_the_job_or_rebuild_the_table(
+    users: BridgeProcess, database: Database, jobs: Jobs
+) -> None:
+    database.execute("ALTER PUBLICATION pub DROP TABLE users")
+    database.execute("INSERT INTO users VALUES (300, 'while it was not published')")
+    database.execute("ALTER PUBLICATION pub ADD TABLE users")
+    users.wait_logged("out of the publication", 30)
+    database.execute("INSERT INTO users VALUES (301, 'published again')")
+    wait_until(lambda: users.status()["wal_lag_bytes"] == 0)
+    with pytest.raises(GapError, match="out of the publication"):
+        jobs.once("users")
+    jobs.once("users", rebootstrap=True)
+    assert_same_rows(database.dsn, jobs.lake, "users")
+
+
 def test_a_new_epoch_in_a_running_query_rebuilds_the_table(
     users: BridgeProcess,
     bridge_process: Callable[..., BridgeProcess],
