@@ -142,7 +142,7 @@ class Session:
         decision = await self._decide(standing)
         self._epoch = self._stats.epoch = self._choose_epoch(record, decision)
         bucket = self._broker.bridge
-        known = await load_coverage(bucket, settings.slot, self._epoch)
+        known = await load_coverage(bucket, settings.slot, self._epoch, settings.pub)
         if known is None:
             # The beginning of an epoch: what is covered now is what its snapshots will hold.
             known = await read_coverage(self._catalog, settings.pub, self._server_version)

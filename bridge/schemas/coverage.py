@@ -78,6 +78,7 @@ class Covered:
     schema: str
     table: str
     publication: int
+    """Its OID, 0 where another publication is read now: it covers the log from the start."""
     operations: str
     relation_id: int
     entry: int | None = None
@@ -174,7 +175,7 @@ async def unlogged_changes(
 def _differences(before: Covered, now: Covered) -> Iterator[str]:
     if before.is_gone:
         yield ABSENT
-    if before.publication != now.publication:
+    if before.publication not in (0, now.publication):
         yield "the publication was dropped and created again"
     if before.relation_id != now.relation_id:
         yield "another table has its name now"
@@ -184,7 +185,7 @@ def _differences(before: Covered, now: Covered) -> Iterator[str]:
         yield "its row filter was changed"
     if before.columns != now.columns:
         yield "its list of columns was changed"
-    if before.entry != now.entry:
+    if before.publication and before.entry != now.entry:
         yield ABSENT
 
 

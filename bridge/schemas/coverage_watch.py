@@ -53,18 +53,23 @@ class GapWriter(Protocol):
         ...
 
 
-async def load_coverage(bucket: KeyValue, source: str, epoch: int) -> Coverage | None:
+async def load_coverage(
+    bucket: KeyValue, source: str, epoch: int, publication: str
+) -> Coverage | None:
     """What is remembered of an epoch; None where nothing is."""
     try:
         entry = await bucket.get(f"coverage.{source}")
         document = json.loads(entry.value or b"")
         if document["epoch"] != epoch:
             return None
-        return {token: Covered.from_document(one) for token, one in document["tables"].items()}
-    except KeyNotFoundError:
+        tables = document["tables"].items()
+        coverage = {token: Covered.from_document(one) for token, one in tables}
+        if document["publication"] != publication:
+            for covered in coverage.values():
+                covered.publication = 0
+    except (KeyNotFoundError, ValueError, TypeError, KeyError, AttributeError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
+    return coverage
 
 
 class CoverageWatch:
@@ -168,6 +173,7 @@ class CoverageWatch:
             "v": 1,
             "source": self._source,
             "epoch": self._epoch,
+            "publication": self._publication,
             "tables": {token: covered.document for token, covered in coverage.items()},
         }
         await self._bucket.put(f"coverage.{self._source}", json.dumps(document).encode())

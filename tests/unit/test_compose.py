@@ -228,7 +228,7 @@ def test_every_metric_the_operations_page_names_is_exported() -> None:
 def test_every_flag_and_variable_the_operations_page_names_exists() -> None:
     text = (ROOT / "OPERATIONS.md").read_text()
     flags = {config.flag_name(item) for item in config.definitions()}
-    others = {"--fix-sql", "--yes"}
+    others = {"--fix-sql", "--yes", "--rebootstrap"}
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= flags | others
     assert set(re.findall(r"\bBRIDGE_\w+", text)) <= bridge_variables()
 
