@@ -169,12 +169,22 @@ def _settings(options: argparse.Namespace) -> config.Settings:
     return config.load(vars(options), config_file=options.config)
 
 
+def _require_addresses(settings: config.Settings) -> None:
+    """Refuse what neither server can ever be reached with, before anything is done."""
+    from bridge.publish.link import options_of
+    from bridge.wal.connection import conninfo_of
+
+    conninfo_of(settings)
+    options_of(settings)
+
+
 def _run(options: argparse.Namespace) -> int:
     from bridge.service import Service
     from bridge.telemetry.logs import configure_logging
 
     settings = _settings(options)
     config.require(settings, "slot", "pub")
+    _require_addresses(settings)
     configure_logging(settings.log_level, settings.log_format)  # type: ignore[arg-type]
 
     async def serve() -> None:
@@ -205,6 +215,7 @@ def _drop(options: argparse.Namespace) -> int:
         raise SettingsError(
             f"drop would remove slot {settings.slot} and its place in the log; add --yes to do it"
         )
+    _require_addresses(settings)
     return asyncio.run(drop(settings))
 
 
@@ -213,6 +224,7 @@ def _check(options: argparse.Namespace) -> int:
 
     settings = _settings(options)
     config.require(settings, "slot", "pub")
+    _require_addresses(settings)
     return asyncio.run(run_check(settings, as_json=bool(options.json), fix_sql=options.fix_sql))
 
 
