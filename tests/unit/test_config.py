@@ -238,6 +238,40 @@ def test_help_names_every_flag_its_variables_and_its_default(capsys):
         assert default in text
 
 
+@pytest.mark.parametrize(
+    ("command", "own", "told", "hidden"),
+    [
+        ("check", ["--json", "--fix-sql"], ["--slot", "--pub", "--on-gap"], ["--ring-bytes"]),
+        ("drop", ["--yes"], ["--slot", "--pg-host"], ["--pub", "--json", "--batch-events"]),
+    ],
+)
+def test_help_of_a_command_begins_with_its_own_flags(capsys, command, own, told, hidden):
+    with pytest.raises(SystemExit):
+        cli._parser(command).parse_args(["--help"])
+    text = capsys.readouterr().out
+    usage, _, flags = text.partition("\n\n")
+    for flag in own:
+        assert flag in usage
+        assert flags.index(flag) < flags.index("--slot")
+    for flag in told:
+        assert flag in flags
+    for flag in hidden:
+        assert flag not in text
+    assert "MessagePack" not in text
+
+
+@pytest.mark.parametrize("command", ["check", "drop", "config"])
+def test_every_command_takes_every_setting(command):
+    flags = [
+        word
+        for item in config.definitions()
+        if item.metadata["flag"]
+        for word in ([config.flag_name(item)] + ["x"] * (item.metadata["kind"] != "flag"))
+    ]
+    options = cli._parser(command).parse_args(flags)
+    assert (options.json, options.ring_bytes, options.zstd) == (True, "x", True)
+
+
 def test_flags_are_not_abbreviated():
     with pytest.raises(SettingsError, match="unrecognized arguments"):
         cli._parser("run").parse_args(["--pu", "x"])
