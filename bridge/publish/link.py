@@ -167,9 +167,21 @@ async def probe(settings: Settings) -> None:
                 raise BrokerError(
                     f"TLS with NATS at {where} fails: {reason}; check NATS_CA"
                 ) from error
-        detail = str(error) or type(error).__name__
-        raise Retryable(f"cannot connect to NATS at {where}: {detail}") from error
+        raise Retryable(f"cannot connect to NATS at {where}: {_causes(error, seen)}") from error
     await client.close()
+
+
+def _causes(error: Exception, seen: list[Exception]) -> str:
+    """Why no server took the connection: nats-py tells that to its callback only."""
+    causes = seen if isinstance(error, nats.errors.NoServersError) and seen else [error]
+    return "; ".join(dict.fromkeys(map(_one_line, causes)))
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    text = " ".join((str(error) or type(error).__name__).split())
+    return text.removeprefix("nats: ")
 
 
 async def connect(
