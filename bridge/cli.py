@@ -13,7 +13,7 @@ from bridge.allocator import return_large_blocks
 from bridge.errors import BridgeError, SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
 COMMANDS = ("run", "check", "config", "drop", "demo")
 
@@ -36,6 +36,13 @@ Exit codes: 0 fine, 1 the answer is no, 2 bad settings, 3 PostgreSQL or NATS not
 configured, 4 data at risk.
 """
 
+ALL_SETTINGS = "The settings of the bridge that are not listed are taken too; see bridge --help."
+CHECK_TELLS = (
+    "slot", "pub", "prefix", "on_gap", "PostgreSQL", "NATS", "cdc_stream", "init_stream",
+    "wal_warning",
+)  # fmt: skip
+DROP_TELLS = ("slot", "prefix", "PostgreSQL", "NATS")
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong flag in one line; flags are spelled out, so that new ones break nothing."""
@@ -47,18 +54,27 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(f"{message}; see {self.prog} --help")
 
 
-def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
+def _add_settings(
+    parser: argparse.ArgumentParser, told: Container[str] | None = None, apart: Container[str] = ()
+) -> None:
+    """Add a flag for every setting, without those `apart`, which the command has added itself.
+
+    Every command takes all of them, since they come from one place; `told` are the settings and
+    groups that matter to it, which its help lists.
+    """
     groups: dict[str, Any] = {}
     for item in config.definitions():
         meta = item.metadata
-        if not meta["flag"] or (names is not None and item.name not in names):
+        if not meta["flag"] or item.name in apart:
             continue
         group = groups.get(meta["group"])
         if group is None:
             group = groups[meta["group"]] = parser.add_argument_group(meta["group"])
         variables = ", ".join(config.environment_names(item))
         default = "" if item.default in ("", False) else f", default {_shown(item)}"
-        text = f"{meta['help']} [{variables}{default}]"
+        text = f"{meta['help']} [{variables}{default}]".replace("%", "%%")
+        if told is not None and item.name not in told and meta["group"] not in told:
+            text = argparse.SUPPRESS
         if meta["kind"] == "flag":
             group.add_argument(
                 config.flag_name(item),
@@ -73,7 +89,7 @@ def _add_settings(parser: argparse.ArgumentParser, names: Sequence[str] | None =
                 dest=item.name,
                 default=None,
                 metavar="{{{}}}".format(",".join(meta["choices"])) if meta["choices"] else "VALUE",
-                help=text.replace("%", "%%"),
+                help=text,
             )
     parser.add_argument("--config", metavar="FILE", help="settings file in TOML [BRIDGE_CONFIG]")
 
@@ -104,13 +120,22 @@ def _parser(command: str) -> argparse.ArgumentParser:
     elif command == "check":
         parser = _Parser(
             prog="bridge check",
+            usage="bridge check --slot NAME --pub NAME [--json] [--fix-sql] [SETTINGS]",
             description="Look at PostgreSQL and NATS: every finding with the exact fix. "
             "Exit code 0 only if the bridge can run safely.",
+            epilog=ALL_SETTINGS,
         )
-        _add_settings(parser)
-        parser.add_argument(
+        own = parser.add_argument_group("check")
+        own.add_argument(
+            "--json",
+            action=argparse.BooleanOptionalAction,
+            default=None,
+            help="print the report as JSON, for scripts",
+        )
+        own.add_argument(
             "--fix-sql", action="store_true", help="print the SQL of a least-privilege set-up"
         )
+        _add_settings(parser, told=CHECK_TELLS, apart=("json",))
     elif command == "config":
         parser = _Parser(
             prog="bridge config",
@@ -121,11 +146,14 @@ def _parser(command: str) -> argparse.ArgumentParser:
     elif command == "drop":
         parser = _Parser(
             prog="bridge drop",
+            usage="bridge drop --slot NAME --yes [SETTINGS]",
             description="Drop the replication slot, so that no orphan fills the disk, and release "
             "its tables. Consumers need a new bootstrap if the source ever comes back.",
+            epilog=ALL_SETTINGS,
         )
-        _add_settings(parser)
-        parser.add_argument("--yes", action="store_true", help="do it")
+        own = parser.add_argument_group("drop")
+        own.add_argument("--yes", action="store_true", help="do it")
+        _add_settings(parser, told=DROP_TELLS)
     else:
         parser = _Parser(
             prog="bridge demo",
@@ -169,12 +197,22 @@ def _settings(options: argparse.Namespace) -> config.Settings:
     return config.load(vars(options), config_file=options.config)
 
 
+def _require_addresses(settings: config.Settings) -> None:
+    """Refuse what neither server can ever be reached with, before anything is done."""
+    from bridge.publish.link import options_of
+    from bridge.wal.connection import conninfo_of
+
+    conninfo_of(settings)
+    options_of(settings)
+
+
 def _run(options: argparse.Namespace) -> int:
     from bridge.service import Service
     from bridge.telemetry.logs import configure_logging
 
     settings = _settings(options)
     config.require(settings, "slot", "pub")
+    _require_addresses(settings)
     configure_logging(settings.log_level, settings.log_format)  # type: ignore[arg-type]
 
     async def serve() -> None:
@@ -205,6 +243,7 @@ def _drop(options: argparse.Namespace) -> int:
         raise SettingsError(
             f"drop would remove slot {settings.slot} and its place in the log; add --yes to do it"
         )
+    _require_addresses(settings)
     return asyncio.run(drop(settings))
 
 
@@ -213,6 +252,7 @@ def _check(options: argparse.Namespace) -> int:
 
     settings = _settings(options)
     config.require(settings, "slot", "pub")
+    _require_addresses(settings)
     return asyncio.run(run_check(settings, as_json=bool(options.json), fix_sql=options.fix_sql))
 
 

@@ -36,6 +36,7 @@ def setting(
     choices: Sequence[str] = (),
     group: str = "bridge",
     low: float | None = None,
+    high: float | None = None,
 ) -> Any:
     """Declare one setting; every other spelling of it derives from this."""
     return field(
@@ -50,6 +51,7 @@ def setting(
             "choices": tuple(choices),
             "group": group,
             "low": low,
+            "high": high,
         },
     )
 
@@ -177,8 +179,9 @@ class Settings:
     )
 
     snapshot_chunk_rows: int = setting(
-        10_000, "rows in a snapshot chunk at most", kind="integer", group="snapshots", low=1
-    )
+        10_000, "rows in a snapshot chunk at most", kind="integer", group="snapshots", low=1,
+        high=10_000,
+    )  # fmt: skip
     snapshot_workers: int = setting(
         2, "processes that copy one large table", kind="integer", group="snapshots", low=1
     )
@@ -212,6 +215,13 @@ class Settings:
     def outranks(self, part: str, whole: str) -> bool:
         """Whether a setting was given closer at hand than the one it is a part of."""
         return _rank(self.origins.get(part)) > _rank(self.origins.get(whole))
+
+    def where(self, name: str) -> str:
+        """The spelling under which a setting was given: flag, variable, or key of the file."""
+        kind, _, place = self.origins.get(name, "default").partition(" ")
+        if kind == "file":
+            return f"{place}: {name}"
+        return place or f"--{name.replace('_', '-')}"
 
     @property
     def subjects(self) -> Subjects:
@@ -256,12 +266,17 @@ def parse_value(item: Field[Any], text: Any, where: str) -> Any:
     low = item.metadata["low"]
     if low is not None and value < low:
         raise SettingsError(f"{where}: {shown} is too small; the least is {low}")
+    high = item.metadata["high"]
+    if high is not None and value > high:
+        raise SettingsError(f"{where}: {shown} is too large; the most is {high}")
     return value
 
 
 def _parse_text(text: Any) -> str:
     if not isinstance(text, str) or "\0" in text:
         raise ValueError
+    # Bytes of the command line or the environment that are no UTF-8 came as lone surrogates.
+    text.encode()
     return text
 
 
@@ -306,7 +321,7 @@ _PARSERS: dict[Kind, Any] = {
     "bytes": lambda text: int(_with_unit(text, _BYTES, "b")),
 }
 _EXPECTED: dict[Kind, str] = {
-    "text": "a text",
+    "text": "a text in UTF-8",
     "integer": "a whole number",
     "flag": "yes or no",
     "seconds": "a duration such as 500ms, 30s, 2h or 8d",
@@ -384,24 +399,30 @@ def _refuse_visible_secret(item: Field[Any], url: str) -> None:
 def _check_together(settings: Settings) -> None:
     if settings.slot and _SLOT_NAME.match(settings.slot) is None:
         raise SettingsError(
-            f"--slot: {settings.slot!r} is not a slot name; use up to 63 of a-z, 0-9 and _"
+            f"{settings.where('slot')}: {settings.slot!r} is not a slot name; "
+            "use up to 63 of a-z, 0-9 and _"
         )
     if settings.prefix and re.fullmatch(r"[A-Za-z0-9_-]+", settings.prefix) is None:
-        raise SettingsError(f"--prefix: {settings.prefix!r} may hold only letters, digits, - and _")
+        raise SettingsError(
+            f"{settings.where('prefix')}: {settings.prefix!r} may hold only letters, digits, "
+            "- and _"
+        )
     for name in ("port", "pg_port", "nats_port"):
         number = cast("int", getattr(settings, name))
         if number > 65535:
-            raise SettingsError(f"--{name.replace('_', '-')}: {number} is not a port")
+            raise SettingsError(f"{settings.where(name)}: {number} is not a port")
     if settings.ring_slots & (settings.ring_slots - 1):
-        raise SettingsError(f"--ring-slots: {settings.ring_slots} is not a power of two")
+        raise SettingsError(
+            f"{settings.where('ring_slots')}: {settings.ring_slots} is not a power of two"
+        )
     for name in ("cdc_stream", "init_stream"):
         value = cast("str", getattr(settings, name))
         if re.search(r"[\s.*>/\\]", value):
-            raise SettingsError(f"--{name.replace('_', '-')}: {value!r} is not a stream name")
+            raise SettingsError(f"{settings.where(name)}: {value!r} is not a stream name")
     for name in ("nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key"):
         path = cast("str", getattr(settings, name))
         if path and not Path(path).is_file():
-            raise SettingsError(f"--{name.replace('_', '-')}: no file {path}")
+            raise SettingsError(f"{settings.where(name)}: no file {path}")
 
 
 def require(settings: Settings, *names: str) -> None:

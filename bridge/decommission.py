@@ -25,17 +25,19 @@ async def drop(settings: Settings) -> int:
         raise SourceError(f"{error}; start PostgreSQL or correct its address") from error
     async with connection:
         cursor = await connection.execute(
-            "SELECT active, active_pid FROM pg_catalog.pg_replication_slots WHERE slot_name = %s",
+            "SELECT active_pid, slot_type, plugin, database, pg_catalog.current_database() "
+            "FROM pg_catalog.pg_replication_slots WHERE slot_name = %s",
             [settings.slot],
         )
         row = await cursor.fetchone()
         if row is None:
             print(f"slot {settings.slot} does not exist; nothing to drop")
-        elif row[0]:
-            raise SourceError(
-                f"slot {settings.slot} is in use by process {row[1]}; stop that bridge first"
-            )
         else:
+            _refuse_foreign(settings.slot, *row[1:])
+            if row[0] is not None:
+                raise SourceError(
+                    f"slot {settings.slot} is in use by process {row[0]}; stop that bridge first"
+                )
             try:
                 await connection.execute(
                     "SELECT pg_catalog.pg_drop_replication_slot(%s)", [settings.slot]
@@ -46,6 +48,22 @@ async def drop(settings: Settings) -> int:
             print(f"slot {settings.slot} dropped")
     await _release(settings)
     return 0
+
+
+def _refuse_foreign(slot: str, kind: str, plugin: str, database: str, ours: str) -> None:
+    """Only what a bridge on this database can have created is a bridge's to drop."""
+    if kind != "logical":
+        what = f"a {kind} slot, such as a standby or a backup uses"
+    elif plugin != "pgoutput":
+        what = f"a slot of {plugin}, not of pgoutput"
+    elif database != ours:
+        what = f"a slot of database {database}, not of {ours}"
+    else:
+        return
+    raise SourceError(
+        f"slot {slot} is {what}: it belongs to no bridge here and is left alone; correct --slot "
+        "or the database"
+    )
 
 
 async def _release(settings: Settings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import nats
@@ -12,6 +13,7 @@ import nats.errors
 from psycopg.conninfo import conninfo_to_dict
 
 from bridge.errors import BrokerError, Retryable
+from bridge.preflight.continuity import Standing, check_continuity, read_standing
 from bridge.preflight.findings import Finding, problem
 from bridge.preflight.nats import check_nats
 from bridge.preflight.permissions import check_permissions
@@ -54,15 +56,23 @@ async def run_check(
 
 async def check(settings: Settings) -> list[Finding]:
     """Every finding on both sides; a side that cannot be reached is a finding too."""
-    found, tables = await _check_source(settings)
-    return found + await _check_broker(settings, tables)
+    found, source = await _check_source(settings)
+    return found + await _check_broker(settings, source)
 
 
-async def _check_source(settings: Settings) -> tuple[list[Finding], list[tuple[str, str]]]:
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What the NATS side is compared with; no standing where PostgreSQL cannot be streamed."""
+
+    tables: list[tuple[str, str]] = field(default_factory=list)
+    standing: Standing | None = None
+
+
+async def _check_source(settings: Settings) -> tuple[list[Finding], _Source]:
     conninfo = conninfo_of(settings)
     connection = await connect_for_check(conninfo)
     if isinstance(connection, Finding):
-        return [connection], []
+        return [connection], _Source()
     async with connection:
         found = await check_postgres(
             connection,
@@ -71,17 +81,20 @@ async def _check_source(settings: Settings) -> tuple[list[Finding], list[tuple[s
             warn_bytes=settings.wal_warning,
         )
         described = await published_tables(connection, settings.pub)
+        standing = await read_standing(connection, settings.slot)
     if not any(finding.blocks for finding in found):
         found += await check_replication_connection(conninfo)
+    is_usable = not any(finding.blocks for finding in found)
     tables = described.tables if described is not None else ()
-    return found, [(table.schema, table.table) for table in tables]
+    pairs = [(table.schema, table.table) for table in tables]
+    return found, _Source(pairs, standing if is_usable else None)
 
 
-async def _check_broker(settings: Settings, tables: list[tuple[str, str]]) -> list[Finding]:
+async def _check_broker(settings: Settings, source: _Source) -> list[Finding]:
     try:
         await probe(settings)
         options = options_of(settings)
-        return await _check_connected(settings, options, settings.subjects, tables)
+        return await _check_connected(settings, options, settings.subjects, source)
     except BrokerError as error:
         what, _, fix = str(error).partition("; ")
         return [_unusable(what, fix)]
@@ -93,20 +106,32 @@ async def _check_connected(
     settings: Settings,
     options: Mapping[str, Any],
     subjects: Subjects,
-    tables: list[tuple[str, str]],
+    source: _Source,
 ) -> list[Finding]:
     found = await check_permissions(options, subjects)
     if any(finding.blocks for finding in found):
         return found
     client = await nats.connect(**{**options, "allow_reconnect": False})
     try:
-        return found + await check_nats(
+        found += await check_nats(
             client,
             subjects=subjects,
             source=settings.slot,
-            tables=tables,
+            tables=source.tables,
             monitor_url=settings.nats_monitor,
         )
+        has_jetstream = not any(finding.code == "jetstream" for finding in found)
+        if source.standing is not None and has_jetstream:
+            found += await check_continuity(
+                client,
+                conninfo_of(settings),
+                subjects=subjects,
+                slot=settings.slot,
+                publication=settings.pub,
+                standing=source.standing,
+                accepts_gap=settings.on_gap == "new-epoch",
+            )
+        return found
     except ApiError as error:
         return [*found, _unusable(f"JetStream answers: {error}", "see the log of nats-server")]
     finally:

@@ -181,9 +181,7 @@ async def _missing(client: Client, name: str, subject: str) -> list[Finding]:
     answer = await api(client, "STREAM.NAMES", {"subject": subject})
     holders = answer.get("streams") or []
     if not holders:
-        return [
-            ok("nats", "stream", f"stream {name} does not exist yet and will be created at start")
-        ]
+        return [ok("nats", "stream", f"stream {name} does not exist and will be created at start")]
     return [
         problem(
             "nats",

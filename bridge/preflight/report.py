@@ -48,10 +48,15 @@ def format_text(findings: Sequence[Finding], *, colour: bool = False, width: int
             lines.append("")
     counts = {key: sum(one.severity == key for one in findings) for key in _ORDER}
     lines.append(
-        f"{counts['problem']} problems, {counts['warning']} warnings, {counts['ok']} fine: "
+        f"{_count(counts['problem'], 'problem')}, {_count(counts['warning'], 'warning')}, "
+        f"{counts['ok']} fine: "
         + ("the bridge can run" if exit_code(findings) == EXIT_OK else "repair the problems first")
     )
     return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def format_json(findings: Sequence[Finding]) -> str:

@@ -159,11 +159,12 @@ def _recovery(facts: ServerFacts) -> list[Finding]:
 
 
 def _senders(facts: ServerFacts) -> Finding:
-    free = facts.senders_free + int(facts.slot_active)
-    if free >= 2:
-        return ok("postgres", "wal-senders", f"{free} of {facts.senders} WAL senders free")
+    for_us = facts.senders_free + int(facts.slot_active)
+    if for_us >= 2:
+        shown = f"{facts.senders_free} of {facts.senders} WAL senders free"
+        return ok("postgres", "wal-senders", shown)
     fix = f"ALTER SYSTEM SET max_wal_senders = {facts.senders + 5};\n-- {RESTART}"
-    if free < 1:
+    if for_us < 1:
         return problem(
             "postgres",
             "wal-senders",
@@ -175,21 +176,22 @@ def _senders(facts: ServerFacts) -> Finding:
     return warning(
         "postgres",
         "wal-senders",
-        f"only one of {facts.senders} WAL senders is free",
+        f"besides the bridge's own, none of {facts.senders} WAL senders is free",
         "a snapshot needs a second one for its temporary slot",
         fix,
     )
 
 
 def _slots(facts: ServerFacts) -> Finding:
-    free = facts.slots_free + int(facts.slot_exists)
-    if free >= 2:
-        return ok("postgres", "replication-slots", f"{free} of {facts.slots} slots free")
+    for_us = facts.slots_free + int(facts.slot_exists)
+    if for_us >= 2:
+        shown = f"{facts.slots_free} of {facts.slots} replication slots free"
+        return ok("postgres", "replication-slots", shown)
     fix = (
         f"ALTER SYSTEM SET max_replication_slots = {facts.slots + 5};\n"
         f"-- {RESTART}; or drop a slot nobody uses, see the view pg_replication_slots"
     )
-    if free < 1:
+    if for_us < 1:
         return problem(
             "postgres",
             "replication-slots",

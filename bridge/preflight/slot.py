@@ -83,7 +83,7 @@ def check_slots(slots: list[Slot], name: str, facts: ServerFacts, warn_bytes: in
 
 def _own(slot: Slot | None, name: str, facts: ServerFacts, warn_bytes: int) -> Iterator[Finding]:
     if slot is None:
-        yield ok("postgres", "slot", f"slot {name} does not exist yet and will be created at start")
+        yield ok("postgres", "slot", f"slot {name} does not exist and will be created at start")
         return
     if slot.kind != "logical" or slot.plugin != "pgoutput":
         kind = slot.plugin if slot.kind == "logical" else "physical"

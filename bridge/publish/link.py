@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bridge.config import Settings
 
 RECONNECT_SECONDS = 2
+SCHEMES = ("nats", "tls", "ws", "wss")
 _SEED = re.compile(r"\A\s*(S[A-Z2-7]+)\s*\Z")
 _CREDENTIALS = re.compile(
     r"BEGIN NATS USER JWT-+\s+\S+\s+-+END NATS USER JWT-+.*"
@@ -53,17 +54,34 @@ def servers_of(settings: Settings) -> list[str]:
     is_part_given = any(settings.outranks(name, "nats_url") for name in ("nats_host", "nats_port"))
     if settings.nats_url and not is_part_given:
         urls = [part.strip() for part in settings.nats_url.split(",") if part.strip()]
-        for url in urls:
-            try:
-                parts = urlsplit(url if "//" in url else f"nats://{url}")
-                valid = parts.hostname and (parts.port or True)
-            except ValueError:
-                valid = False
-            if not valid:
-                raise SettingsError("NATS_URL is not a URL; write it as nats://host:4222")
+        for url in urls or [""]:
+            _require_address(url, settings.where("nats_url"))
         return urls
     host = settings.nats_host
     return [f"nats://{f'[{host}]' if ':' in host else host}:{settings.nats_port}"]
+
+
+def _require_address(url: str, where: str) -> None:
+    """Insist on what nats-py can connect to; it would try anything else for ever.
+
+    Of a damaged URL nothing but the scheme is shown: the rest may be a password cut in two.
+    """
+    remedy = f"write it as nats://host:4222; {', '.join(SCHEMES)} are known"
+    try:
+        parts = urlsplit(_with_scheme(url))
+        is_whole = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole:
+        raise SettingsError(f"{where} is not a NATS address; {remedy}")
+    if parts.scheme not in SCHEMES:
+        raise SettingsError(
+            f"{where} is not a NATS address: it begins with {parts.scheme}://; {remedy}"
+        )
+
+
+def _with_scheme(url: str) -> str:
+    return url if "//" in url else f"nats://{url}"
 
 
 def options_of(settings: Settings) -> dict[str, Any]:
@@ -82,10 +100,10 @@ def options_of(settings: Settings) -> dict[str, Any]:
         options["user"] = settings.nats_user
         options["password"] = settings.nats_password
     if settings.nats_creds:
-        _require_seed(settings.nats_creds, "NATS_CREDS", _CREDENTIALS)
+        _require_seed(settings.nats_creds, settings.where("nats_creds"), _CREDENTIALS)
         options["user_credentials"] = settings.nats_creds
     if settings.nats_nkey:
-        _require_seed(settings.nats_nkey, "NATS_NKEY", _SEED)
+        _require_seed(settings.nats_nkey, settings.where("nats_nkey"), _SEED)
         options["nkeys_seed"] = settings.nats_nkey
     if settings.nats_ca or settings.nats_cert:
         try:
@@ -100,7 +118,7 @@ def options_of(settings: Settings) -> dict[str, Any]:
     return options
 
 
-def _require_seed(path: str, variable: str, form: re.Pattern[str]) -> None:
+def _require_seed(path: str, where: str, form: re.Pattern[str]) -> None:
     """Insist on a file that holds a key; what it holds instead is not shown."""
     import nkeys
 
@@ -111,7 +129,7 @@ def _require_seed(path: str, variable: str, form: re.Pattern[str]) -> None:
         nkeys.from_seed(match[1].encode())
     except (OSError, ValueError, nkeys.NkeysError) as error:
         raise SettingsError(
-            f"{variable}: {path} does not hold a NATS key; "
+            f"{where}: {path} does not hold a NATS key; "
             "make one with `nsc generate creds` or `nk -gen user`"
         ) from error
 
@@ -120,7 +138,7 @@ def shown_servers(settings: Settings) -> str:
     """Hosts and ports without credentials, for messages."""
     shown = []
     for url in servers_of(settings):
-        parts = urlsplit(url if "//" in url else f"nats://{url}")
+        parts = urlsplit(_with_scheme(url))
         shown.append(f"{parts.hostname}:{parts.port or 4222}")
     return ", ".join(shown)
 
@@ -149,9 +167,21 @@ async def probe(settings: Settings) -> None:
                 raise BrokerError(
                     f"TLS with NATS at {where} fails: {reason}; check NATS_CA"
                 ) from error
-        detail = str(error) or type(error).__name__
-        raise Retryable(f"cannot connect to NATS at {where}: {detail}") from error
+        raise Retryable(f"cannot connect to NATS at {where}: {_causes(error, seen)}") from error
     await client.close()
+
+
+def _causes(error: Exception, seen: list[Exception]) -> str:
+    """Why no server took the connection: nats-py tells that to its callback only."""
+    causes = seen if isinstance(error, nats.errors.NoServersError) and seen else [error]
+    return "; ".join(dict.fromkeys(map(_one_line, causes)))
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    text = " ".join((str(error) or type(error).__name__).split())
+    return text.removeprefix("nats: ")
 
 
 async def connect(

@@ -3,7 +3,7 @@
 The newest message of each subject is enough: the last one stored of a source is the newest on its
 subject. Where something else is the newest there, the tail of the stream is read, from where the
 KV bucket's progress record says what was stored. A read is valid only once it shows our own fence,
-since a replica may lag behind.
+since a replica may lag behind. Who only looks takes no fence: the newest message stands in for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RecordReader:
         subjects: Subjects,
         source: str,
         is_foreign: Callable[[str], bool],
-        dictionaries: KeyValue,
+        dictionaries: KeyValue | None,
     ) -> None:
         self._client = client
         self._subjects = subjects
@@ -73,6 +73,46 @@ class RecordReader:
         if kept is not None:
             record.note_progress(kept)
         return record
+
+    async def look(self, kept: Document | None) -> Record:
+        """The record as it stands, without a fence: a bridge may go on writing meanwhile.
+
+        What was stored before this call is in it; nothing is written.
+        """
+        record = Record()
+        last_seq = await self._last_seq()
+        if last_seq:
+            newest = {
+                "deliver_policy": "last_per_subject",
+                "filter_subject": self._subjects.cdc_all,
+            }
+            await self._read_until(last_seq, record, newest, whole=True)
+        if record.doubtful:
+            start = max(int(kept["stream_seq"]) + 1 if kept is not None else 1, 1)
+            if start <= last_seq:
+                tail = {
+                    "deliver_policy": "by_start_sequence",
+                    "opt_start_seq": start,
+                    "filter_subject": self._subjects.cdc_all,
+                }
+                await self._read_until(last_seq, record, tail, whole=True)
+        if kept is not None:
+            record.note_progress(kept)
+        return record
+
+    async def _last_seq(self) -> int:
+        """Sequence of the newest message the stream holds, 0 where it holds none."""
+        try:
+            answer = await api(
+                self._client,
+                f"STREAM.MSG.GET.{self._subjects.cdc_stream}",
+                {"last_by_subj": self._subjects.cdc_all},
+            )
+        except ApiError as error:
+            if error.code == NO_MESSAGE_FOUND:
+                return 0
+            raise Retryable(f"the record cannot be read: {error}") from error
+        return stored_message(answer).seq
 
     async def message_id_at(self, seq: int) -> str | None:
         """Id of the message with this sequence; None where it is not kept any more."""
@@ -103,14 +143,25 @@ class RecordReader:
         await self._take(record, item.subject.decode(), message.headers, message.data)
         return not record.doubtful and is_held(item, record)
 
-    async def _read_until(self, fence_seq: int, record: Record, config: Mapping[str, Any]) -> None:
+    async def _read_until(
+        self, last_seq: int, record: Record, config: Mapping[str, Any], *, whole: bool = False
+    ) -> None:
+        """Read until `last_seq` is seen; with `whole`, also all else there was at the beginning.
+
+        Behind a fence comes nothing of this source. Without one, a message of another source may
+        be the first beyond `last_seq`, and ours behind it.
+        """
         for _ in range(20):
-            async with self._consumer(config) as messages:
+            reached = False
+            async with self._consumer(config, bounded=whole) as messages:
                 async for message, seq in messages:
                     headers = message.headers or {}
                     await self._take(record, message.subject, headers, message.data)
-                    if seq >= fence_seq:
+                    reached = reached or seq >= last_seq
+                    if reached and not whole:
                         return
+            if reached:
+                return
             await asyncio.sleep(0.25)  # a replica that lags behind the leader
         raise Retryable("the stream's replica stays behind its leader")
 
@@ -156,6 +207,8 @@ class RecordReader:
         except DictionaryMissing as missing:
             name = missing.dictionary_id
             try:
+                if self._bucket is None:
+                    raise KeyNotFoundError
                 entry = await self._bucket.get(name)
             except KeyNotFoundError as error:
                 if not _looks_ours(self._subjects, subject, headers):
@@ -174,7 +227,7 @@ class RecordReader:
 
     @asynccontextmanager
     async def _consumer(
-        self, config: Mapping[str, Any]
+        self, config: Mapping[str, Any], *, bounded: bool
     ) -> AsyncIterator[AsyncGenerator[tuple[Msg, int], None]]:
         stream = self._subjects.cdc_stream
         name = f"tailrace-record-{secrets.token_hex(6)}"
@@ -199,7 +252,9 @@ class RecordReader:
             inbox, pending_msgs_limit=-1, pending_bytes_limit=-1
         )
         try:
-            messages = self._messages(subscription, inbox, stream, name, created["num_pending"])
+            pending = created["num_pending"]
+            limit = pending if bounded else None
+            messages = self._messages(subscription, inbox, stream, name, pending, limit)
             async with aclosing(messages):
                 yield messages
         finally:
@@ -210,7 +265,13 @@ class RecordReader:
                 pass
 
     async def _messages(
-        self, subscription: Any, inbox: str, stream: str, name: str, pending: int
+        self,
+        subscription: Any,
+        inbox: str,
+        stream: str,
+        name: str,
+        pending: int,
+        limit: int | None,
     ) -> AsyncGenerator[tuple[Msg, int], None]:
         while pending:
             request = {"batch": min(pending, PULL_MESSAGES), "expires": int(5e9)}
@@ -229,6 +290,9 @@ class RecordReader:
                     raise Retryable("the record cannot be read: the server gave up")
                 tokens = message.reply.split(".")
                 pending = int(tokens[-1])
+                if limit is not None:
+                    limit -= 1
+                    pending = min(pending, limit)
                 yield message, int(tokens[-4])
                 if not pending:
                     return

@@ -22,8 +22,10 @@ LogFormat = Literal["logfmt", "json"]
 _BARE = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+\Z")
 _KEY_UNSAFE = re.compile(r"[^\w.$-]")
 _URL_PASSWORD = re.compile(r"(\w[\w+.-]*://[^\s:/@]*):[^\s/]*@")
+# A sentence that asks for a bearer token is not a header that holds one.
 _PASSWORD_FIELD = re.compile(
-    r"(?i)(password|passwd|secret)(\s*[=:]\s*)('[^']*'|\S+)|(bearer)(\s+)\S+"
+    r"(?i)(password|passwd|secret)(\s*[=:]\s*)('[^']*'|\S+)"
+    r"|(bearer)(\s+)(?!tokens?(?:[\s.,;)]|\Z))\S+"
 )
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\u0080-\u009f\u2028\u2029]")
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}

@@ -138,7 +138,7 @@ class WalMonitor:
             await stay_cancelled()
             if not self._away:
                 self._away = True
-                reason = type(error).__name__
+                reason = " ".join(str(error).split()) or type(error).__name__
                 event(log, "wal monitor cannot read", level=logging.WARNING, reason=reason)
             return False
         if self._away:

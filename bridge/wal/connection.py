@@ -67,13 +67,15 @@ def conninfo_of(settings: Settings) -> str:
     }
     parameters: dict[str, Any]
     if settings.database_url:
+        where = settings.where("database_url")
         try:
             parameters = conninfo_to_dict(settings.database_url)
         except psycopg.ProgrammingError as error:
             raise SettingsError(
-                "DATABASE_URL is not a connection string; "
+                f"{where} is not a connection string; "
                 "write it as postgresql://user:password@host:5432/database"
             ) from error
+        _require_ports(str(parameters.get("port") or ""), where)
         parts = {
             key: name for key, name in parts.items() if settings.outranks(name, "database_url")
         }
@@ -90,6 +92,19 @@ def conninfo_of(settings: Settings) -> str:
     given["client_encoding"] = "UTF8"
     given["options"] = _options(SESSION_SETTINGS, str(given.get("options", "")))
     return make_conninfo("", **{key: str(value) for key, value in given.items()})
+
+
+def _require_ports(ports: str, where: str) -> None:
+    """libpq looks at the ports, one for each host, only when it connects.
+
+    What stands there is not shown: after a password with / in it, it is a piece of that.
+    """
+    for port in filter(None, map(str.strip, ports.split(","))):
+        if not (port.isdecimal() and 1 <= int(port) <= 65535):
+            raise SettingsError(
+                f"{where}: its port is not a number from 1 to 65535; write it as "
+                "postgresql://user:password@host:5432/database"
+            )
 
 
 def _options(settings: Mapping[str, str], before: str = "") -> str:

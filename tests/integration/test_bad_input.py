@@ -369,7 +369,8 @@ async def test_postgresql_and_nats_that_are_not_there_yet_are_waited_for(
         database_url=to_pg.through(database.dsn),
         nats_url=to_nats.through(nats_server.url),
     )
-    bridge.wait_logged("cannot connect to NATS")
+    bridge.wait_logged(f"cannot connect to NATS at 127.0.0.1:{to_nats.port}: connection refused")
+    bridge.wait_logged('event="wal monitor cannot read" reason="connection failed: ')
     assert bridge.http("/health").status == 200
     assert not bridge.ready()
     assert bridge.status()["nats_connected"] is False

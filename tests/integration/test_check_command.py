@@ -77,6 +77,27 @@ def test_json_holds_every_finding_with_its_parts(
     assert {"postgres", "nats"} == {finding["side"] for finding in document["findings"]}
 
 
+def test_counts_are_those_of_the_servers(
+    published: Database, check: Callable[..., Any], bridge_process: Callable[..., Any]
+) -> None:
+    bridge_process()
+    slots, senders = published.execute(
+        "SELECT (SELECT count(*) FROM pg_replication_slots), "
+        "(SELECT count(*) FROM pg_stat_replication)"
+    )[0]
+    answer = check()
+    most = int(published.value("SHOW max_replication_slots"))
+    assert f"{most - slots} of {most} replication slots free" in answer.stdout
+    most = int(published.value("SHOW max_wal_senders"))
+    assert f"{most - senders} of {most} WAL senders free" in answer.stdout
+
+
+def test_one_is_not_written_as_many(published: Database, check: Callable[..., Any]) -> None:
+    published.execute("CREATE TABLE bare (a int); ALTER PUBLICATION pub ADD TABLE bare")
+    answer = check()
+    assert answer.stdout.splitlines()[-1].startswith("1 problem, ")
+
+
 def test_both_sides_being_away_are_two_findings_without_secrets(
     published: Database, check: Callable[..., Any]
 ) -> None:

@@ -233,6 +233,20 @@ def test_every_flag_and_variable_the_operations_page_names_exists() -> None:
     assert set(re.findall(r"\bBRIDGE_\w+", text)) <= bridge_variables()
 
 
+def test_the_operations_page_explains_every_exit_code() -> None:
+    text = (ROOT / "OPERATIONS.md").read_text()
+    section = text.partition("### Exit codes")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| (\d) \|", section, re.MULTILINE) == ["0", "1", "2", "3", "4"]
+
+
+def test_no_file_that_restarts_the_bridge_decides_on_gaps() -> None:
+    """Restarts after exit code 4 are harmless only as long as each of them refuses again."""
+    for path in COMPOSE.rglob("*"):
+        if path.is_file():
+            text = path.read_text(errors="replace").lower().replace("_", "-")
+            assert "on-gap" not in text, path
+
+
 def test_the_image_runs_as_nobody_special_and_checks_its_health() -> None:
     text = (COMPOSE / "Dockerfile").read_text()
     final = text.rpartition("\nFROM ")[2]

@@ -128,6 +128,8 @@ def test_the_connection_fixes_how_values_are_printed():
         ({"ring_bytes": "1KB"}, "--ring-bytes: '1KB' is too small"),
         ({"ring_slots": "1000"}, "--ring-slots: 1000 is not a power of two"),
         ({"replicas": "0"}, "--replicas: '0' is too small"),
+        ({"snapshot_chunk_rows": "0"}, "--snapshot-chunk-rows: '0' is too small"),
+        ({"snapshot_chunk_rows": "10001"}, "'10001' is too large; the most is 10000"),
         ({"cdc_stream": "a.b"}, "--cdc-stream: 'a.b' is not a stream name"),
         ({"nats_creds": "/nowhere/x"}, "--nats-creds: no file /nowhere/x"),
         ({"log_level": "loud"}, "--log-level: 'loud' is not one of"),
@@ -236,6 +238,40 @@ def test_help_names_every_flag_its_variables_and_its_default(capsys):
         assert default in text
 
 
+@pytest.mark.parametrize(
+    ("command", "own", "told", "hidden"),
+    [
+        ("check", ["--json", "--fix-sql"], ["--slot", "--pub", "--on-gap"], ["--ring-bytes"]),
+        ("drop", ["--yes"], ["--slot", "--pg-host"], ["--pub", "--json", "--batch-events"]),
+    ],
+)
+def test_help_of_a_command_begins_with_its_own_flags(capsys, command, own, told, hidden):
+    with pytest.raises(SystemExit):
+        cli._parser(command).parse_args(["--help"])
+    text = capsys.readouterr().out
+    usage, _, flags = text.partition("\n\n")
+    for flag in own:
+        assert flag in usage
+        assert flags.index(flag) < flags.index("--slot")
+    for flag in told:
+        assert flag in flags
+    for flag in hidden:
+        assert flag not in text
+    assert "MessagePack" not in text
+
+
+@pytest.mark.parametrize("command", ["check", "drop", "config"])
+def test_every_command_takes_every_setting(command):
+    flags = [
+        word
+        for item in config.definitions()
+        if item.metadata["flag"]
+        for word in ([config.flag_name(item)] + ["x"] * (item.metadata["kind"] != "flag"))
+    ]
+    options = cli._parser(command).parse_args(flags)
+    assert (options.json, options.ring_bytes, options.zstd) == (True, "x", True)
+
+
 def test_flags_are_not_abbreviated():
     with pytest.raises(SettingsError, match="unrecognized arguments"):
         cli._parser("run").parse_args(["--pu", "x"])
@@ -271,7 +307,50 @@ def test_a_damaged_url_is_refused_without_showing_it():
     with pytest.raises(SettingsError, match="DATABASE_URL is not a connection string") as refused:
         conninfo_of(load({}, {"DATABASE_URL": f"nonsense {SECRET}"}))
     assert SECRET not in str(refused.value)
-    for url in ("nats://h:notaport", "nats://", f"nats://u:{SECRET}@h:99999"):
-        with pytest.raises(SettingsError, match="NATS_URL is not a URL") as refused:
+    for url in (
+        f"postgresql://u:{SECRET}@h:abc/d", f"postgresql://u:{SECRET}/x@h/d",
+        f"host=h port=70000 password={SECRET}", f"postgresql://u:{SECRET}@a:5432,b:0/d",
+    ):  # fmt: skip
+        with pytest.raises(
+            SettingsError, match="DATABASE_URL: its port is not a number"
+        ) as refused:
+            conninfo_of(load({}, {"DATABASE_URL": url}))
+        assert SECRET not in str(refused.value)
+    for url in (
+        "nats://h:notaport", "nats://", f"nats://u:{SECRET}@h:99999", "nats://h:0", " , ",
+        "http://h:4222", f"foo://u:{SECRET}@h", f"nats://h,foo://{SECRET}#x@h",
+    ):  # fmt: skip
+        with pytest.raises(SettingsError, match="NATS_URL is not a NATS address") as refused:
             servers_of(load({}, {"NATS_URL": url}))
         assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["nats://h", "tls://h:4222", "ws://h:80", "wss://h", "h:4222", "h"])
+def test_every_address_that_nats_knows_is_taken(url):
+    assert servers_of(load({}, {"NATS_URL": url})) == [url]
+
+
+def test_several_hosts_of_postgresql_are_taken():
+    url = "postgresql://u@a:5432,b/d"
+    assert conninfo_to_dict(conninfo_of(load({}, {"DATABASE_URL": url})))["host"] == "a,b"
+
+
+def test_a_complaint_names_where_the_value_came_from(tmp_path):
+    with pytest.raises(SettingsError, match=r"\ANATS_CREDS: no file /nowhere"):
+        load({}, {"NATS_CREDS": "/nowhere"})
+    with pytest.raises(SettingsError, match=r"\ABRIDGE_SLOT: 'Upper' is not a slot name"):
+        load({}, {"BRIDGE_SLOT": "Upper"})
+    with pytest.raises(SettingsError, match=r"bridge\.toml: nats_ca: no file /nowhere"):
+        load({}, {}, 'nats_ca = "/nowhere"', tmp_path)
+    with pytest.raises(SettingsError, match=r"\ABRIDGE_NATS_URL is not a NATS address"):
+        servers_of(load({}, {"BRIDGE_NATS_URL": "http://h"}))
+
+
+@pytest.mark.parametrize("item", config.definitions(), ids=lambda item: item.name)
+def test_bytes_that_are_not_utf_8_are_refused(item):
+    for flags, environ in (
+        ({item.name: "\udcff"}, {}), ({}, {config.environment_names(item)[0]: "\udcff"}),
+    ):  # fmt: skip
+        with pytest.raises(SettingsError) as refused:
+            load(flags, environ)
+        assert str(refused.value).encode()

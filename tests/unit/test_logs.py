@@ -99,6 +99,8 @@ def test_a_traceback_stays_on_the_line_of_its_event() -> None:
         "host=db password='s3cret' x",
         "NATS_BRIDGE_PASSWORD: s3cret",
         "Authorization: Bearer s3cret",
+        "bearer token-s3cret",
+        "bearer tokens3cret is wrong",
         "postgresql://bridge:s3@cret@db/app",
     ],
 )
@@ -109,8 +111,15 @@ def test_secrets_that_slip_into_a_text_are_masked(text: str) -> None:
     assert "***" in masked
 
 
-def test_text_without_secrets_is_left_alone() -> None:
-    text = "slot main at 0/16B3748; https://example.org/path, user@example.org"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "slot main at 0/16B3748; https://example.org/path, user@example.org",
+        "a valid bearer token is needed",
+        "needs a bearer token",
+    ],
+)
+def test_text_without_secrets_is_left_alone(text: str) -> None:
     assert mask_secrets(text) == text
 
 

@@ -1,0 +1,211 @@
+"""Whether the bridge would go on where the record of its source ends: the decision of the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import nats.errors
+from nats.js.errors import APIError, NotFoundError
+
+from bridge.continuity import Continuity, Server, decide
+from bridge.errors import BridgeError, DataAtRiskError, Retryable
+from bridge.preflight.findings import Finding, Severity, ok, problem
+from bridge.publish.progress import load_progress
+from bridge.publish.readback import RecordReader
+from bridge.publish.record import Record
+from bridge.publish.streams import ApiError, stream_state
+from bridge.schemas.catalog import Catalog
+from bridge.schemas.store import SchemaStore
+from bridge.wal.slot import Slot
+from consumer_sdk.wire.lsn import format_lsn, parse_lsn
+
+if TYPE_CHECKING:
+    import psycopg
+    from nats.aio.client import Client
+    from nats.js.kv import KeyValue
+
+    from bridge.publish.streams import StreamState
+    from consumer_sdk.wire.subjects import Subjects
+
+_FIX = (
+    "start the bridge once with --on-gap=new-epoch\n"
+    "# it announces the gap, and consumers bootstrap again"
+)
+_WHY = "changes in between may be missing: the bridge exits with code 4 rather than pass over them"
+_WHY_ACCEPTED = "--on-gap=new-epoch is set: a new epoch begins, and consumers bootstrap again"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a slot stands; `confirmed_lsn` is None where there is no such slot."""
+
+    confirmed_lsn: int | None
+    active: bool
+
+
+async def read_standing(connection: psycopg.AsyncConnection[Any], slot: str) -> Standing:
+    """Must be read before the record: a bridge that streams moves the record first."""
+    cursor = await connection.execute(
+        "SELECT confirmed_flush_lsn::text, active FROM pg_catalog.pg_replication_slots "
+        "WHERE slot_name = %s",
+        [slot],
+    )
+    row = await cursor.fetchone()
+    if row is None:
+        return Standing(None, active=False)
+    return Standing(parse_lsn(row[0] or "0/0"), bool(row[1]))
+
+
+async def check_continuity(
+    client: Client,
+    conninfo: str,
+    *,
+    subjects: Subjects,
+    slot: str,
+    publication: str,
+    standing: Standing,
+    accepts_gap: bool = False,
+) -> list[Finding]:
+    """What the start would decide on this slot, stream and server; nothing is written.
+
+    Neither the end of the stream nor that of the server's log is read before the record, which a
+    running bridge may move on meanwhile.
+    """
+    try:
+        records = await _reader(client, subjects, slot)
+        record = await _record(client, records, subjects, slot)
+        stream = await stream_state(client, subjects.cdc_stream)
+        tail_id = await _tail_id(records, record) if stream is not None else None
+    except DataAtRiskError as error:
+        what, _, fix = str(error).partition("; ")
+        return [problem("nats", "continuity", what, _WHY, fix, blocks=True)]
+    except (TimeoutError, Retryable, ApiError, nats.errors.Error, APIError) as error:
+        return [_unreadable(error)]
+    try:
+        server = await _identify(conninfo, slot, publication)
+    except (Retryable, BridgeError) as error:
+        return [_unreadable(error)]
+    decision = _decide(record, server, publication, standing, stream, tail_id)
+    reason = _gap(decision, record, slot, standing, stream, subjects)
+    if reason is not None:
+        severity: Severity = "warning" if accepts_gap else "problem"
+        return [
+            Finding(
+                severity,
+                "nats",
+                "continuity",
+                f"continuity of source {slot} is lost: {reason}",
+                _WHY_ACCEPTED if accepts_gap else _WHY,
+                _FIX,
+                blocks=not accepts_gap,
+            )
+        ]
+    if decision.first:
+        return [ok("nats", "continuity", f"nothing is recorded of source {slot} yet")]
+    return [ok("nats", "continuity", f"slot {slot} continues what the stream records")]
+
+
+def _decide(
+    record: Record,
+    server: Server,
+    publication: str,
+    standing: Standing,
+    stream: StreamState | None,
+    tail_id: str | None,
+) -> Continuity:
+    """What the start decides; a slot or stream that is gone is told apart from what else is."""
+    progress = record.progress or {}
+    if standing.active:
+        # A bridge that stops in good order confirms everything, whatever it publishes now.
+        publication = str(progress.get("publication") or publication)
+    return decide(
+        record,
+        server,
+        publication=publication,
+        slot_lsn=record.recorded_lsn if standing.confirmed_lsn is None else standing.confirmed_lsn,
+        stream_created_us=progress.get("stream_created", 0)
+        if stream is None
+        else stream.created_us,
+        stream_last_seq=progress.get("stream_seq", 0) if stream is None else stream.last_seq,
+        tail_id=tail_id,
+    )
+
+
+def _gap(
+    decision: Continuity,
+    record: Record,
+    slot: str,
+    standing: Standing,
+    stream: StreamState | None,
+    subjects: Subjects,
+) -> str | None:
+    """Why the start would not go on; it would make slot and stream anew, which loses the place."""
+    if decision.first:
+        return None
+    recorded = format_lsn(record.recorded_lsn)
+    reasons = []
+    if standing.confirmed_lsn is None:
+        reasons.append(f"slot {slot} is gone, its changes are recorded up to {recorded}")
+    if stream is None:
+        reasons.append(f"stream {subjects.cdc_stream} is gone, it held changes up to {recorded}")
+    if decision.gap is not None:
+        reasons.append(decision.gap)
+    return "; ".join(reasons) or None
+
+
+async def _reader(client: Client, subjects: Subjects, slot: str) -> RecordReader:
+    schemas = await _bucket(client, subjects.schemas_bucket)
+    stored = {}
+    if schemas is not None:
+        stored = await SchemaStore(schemas, source=slot, as_json=False).load()
+    foreign = {token for token, document in stored.items() if document.get("source") != slot}
+    dictionaries = await _bucket(client, subjects.dicts_bucket)
+    return RecordReader(client, subjects, slot, foreign.__contains__, dictionaries)
+
+
+async def _record(client: Client, records: RecordReader, subjects: Subjects, slot: str) -> Record:
+    bucket = await _bucket(client, subjects.bridge_bucket)
+    kept = await load_progress(bucket, slot) if bucket is not None else None
+    if await stream_state(client, subjects.cdc_stream) is not None:
+        return await records.look(kept)
+    record = Record()
+    if kept is not None:
+        record.note_progress(kept)
+    return record
+
+
+async def _bucket(client: Client, name: str) -> KeyValue | None:
+    try:
+        return await client.jetstream().key_value(name)
+    except NotFoundError:
+        return None
+
+
+async def _tail_id(records: RecordReader, record: Record) -> str | None:
+    ended_at = (record.progress or {}).get("stream_seq")
+    return await records.message_id_at(ended_at) if isinstance(ended_at, int) else None
+
+
+async def _identify(conninfo: str, slot: str, publication: str) -> Server:
+    catalog = Catalog(conninfo)
+    walsender = Slot(catalog, name=slot, publication=publication)
+    try:
+        await walsender.connect(conninfo)
+        try:
+            return await walsender.identify()
+        finally:
+            await walsender.connection.close()
+    finally:
+        await catalog.close()
+
+
+def _unreadable(error: Exception) -> Finding:
+    return problem(
+        "nats",
+        "continuity",
+        f"the record of the source cannot be compared: {str(error) or type(error).__name__}",
+        "whether the bridge would continue without a gap is not known",
+        "run the check again; see the logs of nats-server and PostgreSQL if it stays so",
+        blocks=True,
+    )
