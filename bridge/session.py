@@ -163,7 +163,7 @@ class Session:
             confirmed_lsn=lambda: self._publisher.confirmed_lsn,
         )
         ring: Ring[Item] = Ring(settings.ring_slots, settings.ring_bytes)
-        self._stats.ring_capacity = ring.capacity
+        self._stats.ring_capacity = settings.ring_slots
         self._stats.ring_max_bytes = ring.max_bytes
         self._reader = self._build_reader(ring, decision.resume)
         self._publisher = await self._build_publisher(ring, standing, decision, registry)

@@ -54,6 +54,8 @@ log = logging.getLogger("bridge.publish")
 IDLE_SECONDS = 1.0
 KEEP_SECONDS = 1.0
 RETRY_SECONDS = 2.0
+MOST_COUNTERS = 1000
+MESSAGE_TOKENS = "$message."
 
 
 class NatsAway(Exception):
@@ -410,7 +412,7 @@ class Publisher:
             stats.confirmed_lsn = confirmed
         change = next((item for item in reversed(items) if item.seq is not None), None)
         logical = None
-        if any(token.startswith("$message.") for token in tokens):
+        if any(token.startswith(MESSAGE_TOKENS) for token in tokens):
             logical = next((i for i in reversed(items) if i.seq is None and i.rows), None)
         for newest in (change, logical):
             if newest is not None:
@@ -423,9 +425,13 @@ class Publisher:
 
     def _count(self, token: str, rows: int, ts: int) -> None:
         """Count stored events of one table, or of one prefix of logical messages."""
-        table = self._stats.per_table.get(token)
+        counters = self._stats.per_table
+        table = counters.get(token)
         if table is None:
-            table = self._stats.per_table[token] = TableStats()
+            if len(counters) >= MOST_COUNTERS and token.startswith(MESSAGE_TOKENS):
+                # Prefixes are free text: one per order or user must not fill memory and metrics.
+                token = MESSAGE_TOKENS + "*"
+            table = counters.setdefault(token, TableStats())
         table.events += rows
         table.last_ts = ts
 

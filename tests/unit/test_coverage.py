@@ -1,0 +1,75 @@
+"""What changes in a publication without the log telling, and what is none of that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+
+from bridge.schemas.coverage import Covered, unlogged_changes
+
+USERS = Covered("public", "users", 7, "iudt", 16384, entry=9, row_filter="(id > 1)", columns="1 2")
+ROOT = Covered("public", "part", 7, "iudt", 16390, leaves={"1": 10, "2": 20})
+
+
+def changes(before: Covered, now: Covered, filled: frozenset[str] = frozenset()) -> str | None:
+    async def is_filled(leaf: str) -> bool:
+        return leaf in filled
+
+    found = asyncio.run(unlogged_changes({"t": before}, {"t": now}, is_filled))
+    return found.get("t")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"publication": 8}, "dropped and created again"),
+        ({"relation_id": 1}, "another table"),
+        ({"operations": "iud"}, "other operations"),
+        ({"row_filter": None}, "row filter"),
+        ({"columns": "1 2 3"}, "list of columns"),
+        ({"entry": 10}, "out of the publication"),
+    ],
+)
+def test_what_moves_rows_unseen_is_a_change(change: dict[str, object], reason: str) -> None:
+    assert reason in (changes(USERS, replace(USERS, **change)) or "")
+
+
+def test_a_table_that_is_back_is_a_change_and_a_new_one_is_none() -> None:
+    assert "out of the publication" in (changes(replace(USERS, is_gone=True), USERS) or "")
+
+    async def never(_: str) -> bool:
+        raise AssertionError
+
+    assert asyncio.run(unlogged_changes({}, {"t": USERS}, never)) == {}
+
+
+def test_another_publication_is_judged_by_what_it_covers() -> None:
+    before = replace(USERS, publication=0)
+    assert changes(before, replace(USERS, entry=77)) is None
+    assert "row filter" in (changes(before, replace(USERS, entry=77, row_filter=None)) or "")
+
+
+@pytest.mark.parametrize(
+    ("leaves", "filled", "reason"),
+    [
+        ({"1": 10}, (), "detached or dropped"),
+        ({"1": 10, "2": 21}, (), "truncated or rewritten"),
+        ({"1": 10, "2": 20, "3": 30}, ("3",), "attached"),
+        ({"1": 10, "2": 20, "3": 30}, (), None),
+        ({"1": 10, "2": 20}, ("1", "2"), None),
+    ],
+)
+def test_partitions_that_bring_or_take_rows_are_a_change(
+    leaves: dict[str, int], filled: tuple[str, ...], reason: str | None
+) -> None:
+    found = changes(ROOT, replace(ROOT, leaves=leaves), frozenset(filled))
+    assert (reason in found) if reason and found else found is reason
+
+
+def test_what_is_remembered_is_read_as_it_was() -> None:
+    for covered in (USERS, ROOT, replace(USERS, is_gone=True, schema_version=4)):
+        document = json.loads(json.dumps({**covered.document, "of a later version": 1}))
+        assert Covered.from_document(document) == covered
