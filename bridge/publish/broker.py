@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nats.js.errors import NotFoundError
+
 from bridge.cancellation import stay_cancelled
 from bridge.errors import BrokerError, DataAtRiskError, Retryable
 from bridge.publish.link import server_version
@@ -68,8 +70,7 @@ async def open_broker(client: Client, settings: Settings) -> Broker:
         raise BrokerError(
             f"nats-server {'.'.join(map(str, version))} is too old; 2.10 is the least"
         )
-    bridge = await ensure_bucket(js, subjects.bridge_bucket, history=1, replicas=replicas)
-    await _refuse_lost_stream(client, settings, bridge)
+    await _refuse_lost_stream(client, settings)
     await ensure_stream(
         client, subjects.cdc_stream, subjects.cdc_all, cdc_config(settings, version)
     )
@@ -78,23 +79,24 @@ async def open_broker(client: Client, settings: Settings) -> Broker:
         client=client,
         subjects=subjects,
         schemas=await ensure_bucket(js, subjects.schemas_bucket, history=10, replicas=replicas),
-        bridge=bridge,
+        bridge=await ensure_bucket(js, subjects.bridge_bucket, history=1, replicas=replicas),
         dictionaries=await ensure_bucket(js, subjects.dicts_bucket, history=1, replicas=replicas),
         objects=await ensure_objects(js, subjects.objects_bucket, settings),
     )
 
 
-async def _refuse_lost_stream(client: Client, settings: Settings, bridge: KeyValue) -> None:
+async def _refuse_lost_stream(client: Client, settings: Settings) -> None:
     """Stop before a stream is created where one has been that is gone."""
-    name = settings.subjects.cdc_stream
+    subjects = settings.subjects
     try:
-        is_there = await stream_state(client, name) is not None
-    except ApiError:
+        if await stream_state(client, subjects.cdc_stream) is not None:
+            return
+        bucket = await client.jetstream().key_value(subjects.bridge_bucket)
+    except (ApiError, NotFoundError):
+        # Nothing was there before, or creating the stream will say what is wrong.
         return
-    if is_there or settings.on_gap == "new-epoch":
-        return
-    if await load_progress(bridge, settings.slot) is not None:
+    if settings.on_gap != "new-epoch" and await load_progress(bucket, settings.slot) is not None:
         raise DataAtRiskError(
-            f"continuity of source {settings.slot} is lost: stream {name} is gone; start with "
-            "--on-gap=new-epoch to create it and go on, consumers will bootstrap again"
+            f"continuity of source {settings.slot} is lost: stream {subjects.cdc_stream} is gone; "
+            "start with --on-gap=new-epoch to create it and go on, consumers will bootstrap again"
         )
