@@ -14,6 +14,7 @@ from consumer_sdk.errors import CdcError, GapError, UsageError
 from consumer_sdk.settings import NatsSettings
 from consumer_sdk.version import __version__
 from spark_consumer.errors import SetupError
+from spark_consumer.lake_directory import lake_directory, require_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spark-consumer {__version__}")
     parser.add_argument("--tables", metavar="A,B", required=True, help="the tables to keep")
     parser.add_argument(
-        "--lake", metavar="DIR", required=True, help="directory of the Delta tables"
+        "--lake",
+        metavar="DIR",
+        required=True,
+        help="directory of the Delta tables, local or mounted",
     )
     parser.add_argument(
         "--once", action="store_true", help="end when everything stored by now is applied"
@@ -169,6 +173,8 @@ def _run_job(options: argparse.Namespace) -> int:
     tables = split_tables(options.tables)
     if not tables:
         raise UsageError("--tables names no table; see spark-consumer --help")
+    lake = lake_directory(options.lake)
+    require_place(lake)
     settings = NatsSettings.resolve(options.nats, prefix=options.prefix, name="spark-consumer")
     if options.nats:
         # Spark's own processes find NATS, and its password, where every reader does.
@@ -177,7 +183,7 @@ def _run_job(options: argparse.Namespace) -> int:
     with NatsThread(settings) as nats:
         # Bad settings show in a second, not after Spark has started.
         schemas = nats.run(lambda client: find_schemas(client, tables))
-    look_at_places(DeltaLake(options.lake), schemas)
+    look_at_places(DeltaLake(lake), schemas)
     spark = open_session(options.master or "local[*]", "spark-consumer", dict(options.conf))
     try:
         job = SparkJob(
@@ -185,7 +191,7 @@ def _run_job(options: argparse.Namespace) -> int:
             JobSettings(
                 nats=settings,
                 tables=tables,
-                lake=options.lake,
+                lake=lake,
                 once=options.once,
                 trigger_seconds=options.trigger,
                 policy=options.unrepresentable,

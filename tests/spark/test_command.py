@@ -14,6 +14,7 @@ from deltalake import DeltaTable, write_deltalake
 from consumer_sdk.errors import GapError
 from spark_consumer import cli, java
 from spark_consumer.errors import LakeBusyError, SetupError
+from spark_consumer.lake_directory import lake_directory
 from spark_consumer.lake_lock import sole_job
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def test_missing_packages_are_named_with_the_command_that_installs_them() -> Non
         ["--tables", ",", "--lake", "x"],
         ["--tables", "a b", "--lake", "x"],
         ["--tables", "a", "--lake", "x", "--nats", "http://127.0.0.1:1"],
+        ["--tables", "a", "--lake", ""],
+        ["--tables", "a", "--lake", "s3://bucket/lake"],
     ],
 )
 def test_bad_settings_are_one_line_and_exit_2(
@@ -90,6 +93,25 @@ def test_bad_settings_are_one_line_and_exit_2(
     error = capsys.readouterr().err
     assert error.startswith("spark-consumer: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://x/y", "s3a://x/y", "hdfs:/x", "abfss://c@account/x", "file://other/x"]
+)
+def test_a_lake_is_a_local_directory(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["--tables", "a", "--lake", url]) == 2
+    assert "--lake is a local or mounted directory, not a URL" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lake_may_be_given_as_a_file_url() -> None:
+    assert lake_directory("file:///data/my%20lake") == "/data/my lake"
+    assert lake_directory("file://localhost/data") == "/data"
+    assert lake_directory("file:/data/a#b") == "/data/a#b"
+    assert lake_directory("here/data:1") == "here/data:1"
 
 
 def test_nats_that_is_not_there_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
