@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -36,6 +37,8 @@ configured, 4 data at risk: nothing was written that is not in its place; 128 + 
 it before its work had begun, or at once when sent twice. One signal ends it after the batch under
 way, with 0.
 """
+logger = logging.getLogger(__name__)
+
 _NEEDED = ("pyspark", "pyarrow", "pandas", "deltalake")
 _TRIGGER = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|sec|seconds?|m|min|minutes?)?\Z")
 _INTERRUPTED = 130
@@ -100,6 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="rebuild a table from a new snapshot where it cannot go on (gap in the stream, "
         "restored table, incompatible change of columns) instead of stopping",
     )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="what to log; debug shows the stack traces of errors too, default info",
+    )
     spark = parser.add_argument_group("Spark")
     spark.add_argument("--master", metavar="URL", help="Spark master; default local[*]")
     spark.add_argument(
@@ -149,6 +158,7 @@ def run(arguments: Sequence[str]) -> int:
         _require_packages()
         return _run_job(options)
     except CdcError as error:
+        logger.debug("stopped", exc_info=error)
         text = " ".join(str(error).split())
         if isinstance(error, GapError):
             text += " with --rebootstrap, which rebuilds the tables"
@@ -214,7 +224,7 @@ class _Attempt:
         if options.nats:
             # Spark's own processes find NATS, and its password, where every reader does.
             os.environ["NATS_URL"] = options.nats
-        start_logging()
+        start_logging(options.log_level)
         with NatsThread(nats_settings) as nats:
             # Bad settings show in a second, not after Spark has started.
             schemas = nats.run(lambda client: find_schemas(client, tables))

@@ -1,6 +1,6 @@
 """Errors of the Spark consumer, by what the operator must do; the SDK's pass through unchanged.
 
-SparkConsumerError
+SparkConsumerError        look at Spark: it failed, for the reason given
     SetupError            fix the installation or the options: pyspark, Java, flags
     UnsuitableTableError  fix the table: no key, columns the lake cannot name
     UnrepresentableError  decide what to do with values Spark cannot hold (--unrepresentable)
@@ -18,6 +18,8 @@ from consumer_sdk.errors import CdcError
 
 class SparkConsumerError(CdcError):
     """Anything that the Spark consumer itself reports; the message is one line."""
+
+    exit_code = 3
 
 
 class SetupError(SparkConsumerError):

@@ -12,6 +12,7 @@ _THROWN: Final = re.compile(
     r"^(?:\s*Caused by: |Exception in thread \"[^\"]*\" |: )?"
     r"((?:[A-Za-z_$][\w$]*\.)+[A-Z][\w$]*)(?:: (.*))?$"
 )
+_PYTHON: Final = "Traceback (most recent call last)"
 _UNSPOKEN: Final = "it says nothing"
 _DULL: Final = re.compile(
     r"Error: (?:Could not create the Java Virtual Machine|A fatal exception has occurred)"
@@ -24,17 +25,31 @@ def root_cause(text: str) -> str | None:
     A message without blanks, such as a host's name, says little: its exception's name goes first.
     """
     found: tuple[str, str] | None = None
-    for line in text.splitlines():
+    lines = text.splitlines()
+    for index, line in enumerate(lines):
         match = _THROWN.match(line)
         if match is None or (found is not None and not line.lstrip().startswith("Caused by: ")):
             continue
-        found = match[1].rpartition(".")[2], (match[2] or "").strip()
+        message = (match[2] or "").strip()
+        if message.startswith(_PYTHON):
+            message = _python_error(lines[index + 1 :])
+        found = match[1].rpartition(".")[2], message
     if found is None:
         return None
     name, message = found
     if not message:
         return name
     return message if " " in message else f"{name}: {message}"
+
+
+def _python_error(lines: Sequence[str]) -> str:
+    """The last line of a Python traceback that Java has taken for its message."""
+    last = ""
+    for line in lines:
+        if line.startswith("\tat "):
+            break
+        last = line.strip() or last
+    return last
 
 
 def start_failure(lines: Sequence[str]) -> str:

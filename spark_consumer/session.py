@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyspark.sql import SparkSession
+
+logger = logging.getLogger(__name__)
 
 INSTALL_HINT: Final = "Spark is not installed; run: pip install 'tailrace[spark]'"
 
@@ -75,6 +78,9 @@ def open_session(
         settings["spark.sql.shuffle.partitions"] = str(max(2, os.cpu_count() or 2))
     settings.update(options or {})
     java_options = f"-Dlog4j2.configurationFile={log4j.as_uri()}"
+    traced = logger.isEnabledFor(logging.DEBUG)
+    if traced:
+        java_options += " -Dtailrace.traces=full"
     wanted = settings.get(_JAVA_OPTIONS)
     settings[_JAVA_OPTIONS] = f"{java_options} {wanted}" if wanted else java_options
     for key, value in settings.items():
@@ -82,6 +88,8 @@ def open_session(
     if SparkContext._gateway is not None or _elsewhere():
         return _opened(builder)
     java = java or JavaProcess()
+    if traced:
+        java.tell()
     own = {"spark.app.name": name} if master is None else {"spark.app.name": name, _MASTER: master}
     with known_gateway(*java.start({**settings, **own})):
         hold("spark-before-session")

@@ -197,9 +197,9 @@ def refused(
     database.publish("customers", "plain", options="publish = 'insert'")
     bridge_process()
 
-    def run(exit_code: int, tables: str, lake: Path) -> str:
+    def run(exit_code: int, tables: str, lake: Path, *options: str) -> str:
         answer = run_command(
-            "spark-consumer", "--tables", tables, "--lake", str(lake), "--prefix", prefix
+            "spark-consumer", "--tables", tables, "--lake", str(lake), "--prefix", prefix, *options
         )
         assert answer.returncode == exit_code, answer.stderr
         assert answer.stderr.startswith("spark-consumer: ")
@@ -230,6 +230,16 @@ def test_a_lake_that_holds_something_else_is_left_alone(
     (tmp_path / "other" / "customers").mkdir(parents=True)
     (tmp_path / "other" / "customers" / "notes.txt").write_text("mine")
     assert "holds other files (notes.txt)" in refused(4, "customers", tmp_path / "other")
+
+
+def test_a_spark_that_does_not_start_says_why(refused: Callable[..., str], tmp_path: Path) -> None:
+    lake = tmp_path / "lake"
+    assert "Spark does not start: Master must either be" in refused(
+        2, "customers", lake, "--master", "wat"
+    )
+    assert "Spark does not start: Invalid maximum heap size: -Xmxwat" in refused(
+        2, "customers", lake, "--conf", "spark.driver.memory=wat"
+    )
 
 
 def test_a_lake_that_is_no_directory_or_kept_by_another_job_is_refused(tmp_path: Path) -> None:
