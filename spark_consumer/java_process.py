@@ -31,7 +31,8 @@ _POLL_SECONDS: Final = 0.05
 _KEPT_LINES: Final = 2_000
 _END_SECONDS: Final = 10.0
 _KILL_SECONDS: Final = 3.0
-_NOISE: Final = b"WARNING: Using incubator modules"
+# What Java says of the flags that Spark's launcher always gives it.
+_NOISE: Final = (b"WARNING: Using incubator modules", b"WARNING: package sun.")
 _STDERR: Final = 2
 # Ctrl-C is for us: Java and the Python processes it starts go on until we end them.
 _DEAF: Final = ("/bin/sh", "-c", 'trap "" INT; exec "$0" "$@"')

@@ -117,11 +117,40 @@ def test_a_signal_ends_the_job_after_the_batch_under_way(
     held.touch()
     database.execute("INSERT INTO users SELECT generate_series(1, 10)")
     wait_until((holds / "spark-before-commit.reached").exists, PATIENCE)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     held.unlink()
     assert process.wait(PATIENCE), log.read_text()
     assert process.exit_code == 0, log.read_text()
+    _assert_only_log_lines(log.read_text())
     assert lake_table(tmp_path / "lake", "users").to_pyarrow_table().num_rows == 10
+
+
+def test_a_second_signal_ends_the_job_at_once(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    starting: Callable[..., subprocess.Popen[bytes]],
+    prefix: str,
+    holds: Path,
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    bridge_process()
+    (holds / "spark-before-load-commit.hold").touch()
+    reached = holds / "spark-before-load-commit.reached"
+    process = starting()
+    wait_until(lambda: reached.exists() or process.poll() is not None, PATIENCE)
+    # Two signals of a kind that nobody has taken yet are one.
+    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    _assert_only_log_lines(said.decode())
+    wait_until(lambda: not _commands(prefix), 1)
+
+
+def _assert_only_log_lines(text: str) -> None:
+    assert all(line.startswith("ts=") for line in text.splitlines()), text
+    assert "level=error" not in text.lower()
 
 
 STARTING = [
