@@ -206,6 +206,7 @@ class _Attempt:
 
         from spark_consumer.delta_lake import DeltaLake
         from spark_consumer.job import JobSettings, SparkJob
+        from spark_consumer.lake_lock import sole_job
         from spark_consumer.logs import start_logging
         from spark_consumer.nats_thread import NatsThread
         from spark_consumer.session import open_session
@@ -228,7 +229,15 @@ class _Attempt:
         with NatsThread(nats_settings) as nats:
             # Bad settings show in a second, not after Spark has started.
             schemas = nats.run(lambda client: find_schemas(client, tables))
-        look_at_places(DeltaLake(lake), schemas)
+        look_at_places(
+            DeltaLake(lake),
+            schemas,
+            soft_deletes=options.soft_deletes,
+            synced_at=options.synced_at,
+            rebootstrap=options.rebootstrap,
+        )
+        with sole_job(lake):
+            pass
         settings = JobSettings(
             nats=nats_settings,
             tables=tables,

@@ -7,6 +7,7 @@ SparkConsumerError        look at Spark: it failed, for the reason given
     SchemaChangeError     rebuild the table: its columns changed in a way that needs it
     LakeBusyError         end the other job, or give it all tables
     LakeError             look at the lake: another table, a restored or foreign version
+        LakeOptionsError  give the options that the lake's table was made with
 
 Each carries `exit_code`, the status with which `spark-consumer` ends.
 """
@@ -56,3 +57,9 @@ class LakeError(SparkConsumerError):
     """The lake does not hold what this job left there."""
 
     exit_code = 4
+
+
+class LakeOptionsError(LakeError):
+    """The lake's table was made with other options than those given."""
+
+    exit_code = 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -13,13 +15,14 @@ from deltalake import DeltaTable, write_deltalake
 
 from consumer_sdk.errors import GapError
 from spark_consumer import cli, java
+from spark_consumer.delta_lake import DeltaLake
 from spark_consumer.errors import LakeBusyError, SetupError
+from spark_consumer.lake import LakePosition
 from spark_consumer.lake_directory import lake_directory
 from spark_consumer.lake_lock import sole_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from tests.fixtures.postgres import Database
 
@@ -240,6 +243,53 @@ def test_a_spark_that_does_not_start_says_why(refused: Callable[..., str], tmp_p
     assert "Spark does not start: Invalid maximum heap size: -Xmxwat" in refused(
         2, "customers", lake, "--conf", "spark.driver.memory=wat"
     )
+
+
+def test_a_lake_that_cannot_be_written_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    for lake in (file, file / "lake", closed, closed / "lake"):
+        with _plain_user():
+            assert cli.run(["--tables", "a", "--lake", str(lake)]) == 2
+        error = capsys.readouterr().err
+        assert f"lake directory {lake} cannot be written: " in error
+        assert error.count("\n") == 1
+
+
+@contextmanager
+def _plain_user() -> Iterator[None]:
+    """As root, for whom every directory is open, be nobody for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_lake_in_the_wrong_place_or_shape_is_refused_before_spark_starts(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    # Looks open to root, and is not.
+    assert "cannot be written" in refused(2, "customers", Path("/proc/lake"))
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "customers").touch()
+    assert "customers cannot be written: Not a directory" in refused(
+        2, "customers", tmp_path / "occupied"
+    )
+    lake = DeltaLake(str(tmp_path / "lake"))
+    position = LakePosition("s", 1, 1, 1, 1, 1, 1)
+    table = lake.create("public", "customers", [], pa.schema([("id", pa.int32())]), position)
+    line = refused(2, "customers", tmp_path / "lake", "--soft-deletes")
+    assert "lake table customers was made without --soft-deletes; keep to that, or" in line
+    assert table.version == 0
+    assert [one.name for one in (tmp_path / "lake").iterdir()] == ["customers"]
 
 
 def test_a_lake_that_is_no_directory_or_kept_by_another_job_is_refused(tmp_path: Path) -> None:
