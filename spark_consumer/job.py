@@ -92,15 +92,25 @@ class SparkJob:
         self._failure: BaseException | None = None
         self._began = False
         self._parallelism = max(1, spark.sparkContext.defaultParallelism)
+        self.rows_loaded = 0
         self.events = 0
 
     def run(self) -> None:
         """Do the job; CdcError says in one line what stopped it."""
         with sole_job(self._lake.directory):
+            started = time.monotonic()
             try:
                 self._run()
             except (Py4JError, PySparkException, OSError) as error:
                 raise _told(error) from error
+            note(
+                logger,
+                "done" if self._settings.once and not self._stopping.is_set() else "stopped",
+                tables=len(self._settings.tables),
+                rows_loaded=self.rows_loaded,
+                events=self.events,
+                seconds=round(time.monotonic() - started, 2),
+            )
 
     def _run(self) -> None:
         # What an earlier run staged belongs to nothing.
@@ -157,6 +167,8 @@ class SparkJob:
             return setup.prepare(schemas, rebuild)
         except Exception as error:
             raise _told(error) from error
+        finally:
+            self.rows_loaded += setup.rows_loaded
 
     def _follow(self, nats: NatsThread, tables: Sequence[KeptTable]) -> None:
         if self._settings.once:

@@ -129,6 +129,7 @@ class TableSetup:
         self._stamped = synced_at
         self._rebootstrap = rebootstrap
         self._parallelism = parallelism
+        self.rows_loaded = 0
 
     def prepare(
         self, schemas: Sequence[TableSchema], rebuild: Container[tuple[str, str]] = ()
@@ -236,6 +237,7 @@ class TableSetup:
             table = self._lake.create(schema.schema, schema.table, files, columns, position)
         else:
             table.replace(files, columns, position)
+        self.rows_loaded += meta.row_count
         bar.finish(meta.row_count)
         note(
             logger,

@@ -334,3 +334,30 @@ def test_a_query_that_does_not_start_is_one_line(
         jobs.spark.conf.unset(setting)
     assert str(raised.value) == "Spark failed: ClassNotFoundException: no.such.Manager"
     assert raised.value.exit_code == 3
+
+
+def test_a_run_ends_with_a_summary(
+    database: Database,
+    bridge_process: Bridges,
+    jobs: Jobs,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.execute("INSERT INTO users VALUES (1), (2), (3)")
+    database.publish("users")
+    bridge_process()
+    lines: list[dict[str, Any]] = []
+
+    def note(_: object, event: str, **fields: Any) -> None:
+        lines.append({"event": event, **fields})
+
+    monkeypatch.setattr("spark_consumer.job.note", note)
+    jobs.once("users")
+    database.execute("INSERT INTO users VALUES (4), (5)")
+    jobs.once("users")
+    wanted = ("event", "tables", "rows_loaded", "events")
+    assert [tuple(line[name] for name in wanted) for line in lines] == [
+        ("done", 1, 3, 0),
+        ("done", 1, 0, 2),
+    ]
+    assert all(line["seconds"] > 0 for line in lines)
