@@ -117,6 +117,8 @@ class JavaProcess:
         process = self._process
         if process is None:
             return
+        atexit.unregister(self.end)
+        _leave_gateway()
         assert process.stdin is not None
         process.stdin.close()
         try:
@@ -164,6 +166,19 @@ def known_gateway(port: int, secret: str) -> Iterator[None]:
     finally:
         for name in names:
             os.environ.pop(name, None)
+
+
+def _leave_gateway() -> None:
+    """Close PySpark's side, which would go on to send what its garbage collection finds."""
+    from py4j.protocol import Py4JError
+    from pyspark import SparkContext
+
+    gateway = SparkContext._gateway
+    if gateway is not None:
+        with suppress(Py4JError, OSError):
+            gateway.shutdown()
+        SparkContext._gateway = None
+        SparkContext._jvm = None
 
 
 def _connection(answer: bytes) -> tuple[int, str]:
