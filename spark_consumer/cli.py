@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
 import re
-import signal
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from consumer_sdk.errors import CdcError, GapError, UsageError
 from consumer_sdk.settings import NatsSettings
 from consumer_sdk.version import __version__
 from spark_consumer.errors import SetupError
+from spark_consumer.java_process import JavaProcess
+from spark_consumer.lake_directory import lake_directory, require_place
+from spark_consumer.stop_signals import Interrupted, run_attended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import FrameType
 
     from spark_consumer.job import SparkJob
 
@@ -30,10 +33,15 @@ Tables are written as in SQL: users, sales.orders, sales."Odd Table.1" (mind the
 NATS is found through --nats and --prefix, or NATS_URL (or NATS_HOST, NATS_PORT, NATS_BRIDGE_USER,
 NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and BRIDGE_PREFIX.
 Exit codes: 0 fine, 1 the answer is no, 2 bad settings, 3 NATS, bridge or table not usable as
-configured, 4 data at risk: nothing was written that is not in its place.
+configured, 4 data at risk: nothing was written that is not in its place; 128 + N if signal N ended
+it before its work had begun, or at once when sent twice. One signal ends it after the batch under
+way, with 0.
 """
+logger = logging.getLogger(__name__)
+
 _NEEDED = ("pyspark", "pyarrow", "pandas", "deltalake")
 _TRIGGER = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|sec|seconds?|m|min|minutes?)?\Z")
+_MINUS = re.compile(r"-\.?\d")
 _INTERRUPTED = 130
 
 
@@ -53,7 +61,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"spark-consumer {__version__}")
     parser.add_argument("--tables", metavar="A,B", required=True, help="the tables to keep")
     parser.add_argument(
-        "--lake", metavar="DIR", required=True, help="directory of the Delta tables"
+        "--lake",
+        metavar="DIR",
+        required=True,
+        help="directory of the Delta tables, local or mounted",
     )
     parser.add_argument(
         "--once", action="store_true", help="end when everything stored by now is applied"
@@ -92,6 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="rebuild a table from a new snapshot where it cannot go on (gap in the stream, "
         "restored table, incompatible change of columns) instead of stopping",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="what to log; debug shows the stack traces of errors too, default info",
     )
     spark = parser.add_argument_group("Spark")
     spark.add_argument("--master", metavar="URL", help="Spark master; default local[*]")
@@ -135,18 +152,32 @@ def _setting(text: str) -> tuple[str, str]:
     return key, value
 
 
+def _values_with_minus(arguments: Sequence[str]) -> list[str]:
+    """Tie `-1s` to its option: argparse would take it for another one and miss the value."""
+    tied: list[str] = []
+    for argument in arguments:
+        if tied and tied[-1] == "--trigger" and _MINUS.match(argument):
+            tied[-1] += f"={argument}"
+        else:
+            tied.append(argument)
+    return tied
+
+
 def run(arguments: Sequence[str]) -> int:
     """Run the job; every error is one line on standard error and an exit code."""
     try:
-        options = build_parser().parse_args(arguments)
+        options = build_parser().parse_args(_values_with_minus(arguments))
         _require_packages()
         return _run_job(options)
     except CdcError as error:
+        logger.debug("stopped", exc_info=error)
         text = " ".join(str(error).split())
         if isinstance(error, GapError):
             text += " with --rebootstrap, which rebuilds the tables"
         print(f"spark-consumer: {text}", file=sys.stderr)
         return error.exit_code
+    except Interrupted as interrupted:
+        return interrupted.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
 
@@ -158,59 +189,89 @@ def _require_packages() -> None:
 
 
 def _run_job(options: argparse.Namespace) -> int:
-    from spark_consumer.delta_lake import DeltaLake
-    from spark_consumer.job import JobSettings, SparkJob
-    from spark_consumer.logs import start_logging
-    from spark_consumer.nats_thread import NatsThread
-    from spark_consumer.session import open_session
-    from spark_consumer.source_options import split_tables
-    from spark_consumer.table_setup import find_schemas, look_at_places
-
-    tables = split_tables(options.tables)
-    if not tables:
-        raise UsageError("--tables names no table; see spark-consumer --help")
-    settings = NatsSettings.resolve(options.nats, prefix=options.prefix, name="spark-consumer")
-    if options.nats:
-        # Spark's own processes find NATS, and its password, where every reader does.
-        os.environ["NATS_URL"] = options.nats
-    start_logging()
-    with NatsThread(settings) as nats:
-        # Bad settings show in a second, not after Spark has started.
-        schemas = nats.run(lambda client: find_schemas(client, tables))
-    look_at_places(DeltaLake(options.lake), schemas)
-    spark = open_session(options.master or "local[*]", "spark-consumer", dict(options.conf))
-    try:
-        job = SparkJob(
-            spark,
-            JobSettings(
-                nats=settings,
-                tables=tables,
-                lake=options.lake,
-                once=options.once,
-                trigger_seconds=options.trigger,
-                policy=options.unrepresentable,
-                soft_deletes=options.soft_deletes,
-                synced_at=options.synced_at,
-                rebootstrap=options.rebootstrap,
-                rows_per_batch=options.rows_per_batch,
-            ),
-        )
-        _stop_on_signals(job)
-        job.run()
-    finally:
-        spark.stop()
+    attempt = _Attempt(options)
+    run_attended(attempt.work, ask=attempt.stop, force=attempt.abandon)
     return 0
 
 
-def _stop_on_signals(job: SparkJob) -> None:
-    """The first signal ends the job after the batch under way, the second at once."""
+class _Attempt:
+    """One run, from the first look at its settings; a signal may end it at any moment."""
 
-    def stop(number: int, _frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        job.stop()
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._java = JavaProcess()
+        self._job: SparkJob | None = None
 
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    def stop(self) -> bool:
+        """Ask the job to end after the batch under way; False if there is none to ask."""
+        job = self._job
+        if job is not None:
+            job.stop()
+        return job is not None
+
+    def abandon(self) -> None:
+        """End at once: whatever is not committed has never been."""
+        self._java.kill()
+
+    def work(self) -> None:
+        from py4j.protocol import Py4JError
+
+        from spark_consumer.delta_lake import DeltaLake
+        from spark_consumer.job import JobSettings, SparkJob
+        from spark_consumer.lake_lock import sole_job
+        from spark_consumer.logs import start_logging
+        from spark_consumer.nats_thread import NatsThread
+        from spark_consumer.session import open_session
+        from spark_consumer.source_options import split_tables
+        from spark_consumer.table_setup import find_schemas, look_at_places
+
+        options = self._options
+        tables = split_tables(options.tables)
+        if not tables:
+            raise UsageError("--tables names no table; see spark-consumer --help")
+        lake = lake_directory(options.lake)
+        require_place(lake)
+        nats_settings = NatsSettings.resolve(
+            options.nats, prefix=options.prefix, name="spark-consumer"
+        )
+        if options.nats:
+            # Spark's own processes find NATS, and its password, where every reader does.
+            os.environ["NATS_URL"] = options.nats
+        start_logging(options.log_level)
+        with NatsThread(nats_settings) as nats:
+            # Bad settings show in a second, not after Spark has started.
+            schemas = nats.run(lambda client: find_schemas(client, tables))
+        look_at_places(
+            DeltaLake(lake),
+            schemas,
+            soft_deletes=options.soft_deletes,
+            synced_at=options.synced_at,
+            rebootstrap=options.rebootstrap,
+        )
+        with sole_job(lake):
+            pass
+        settings = JobSettings(
+            nats=nats_settings,
+            tables=tables,
+            lake=lake,
+            once=options.once,
+            trigger_seconds=options.trigger,
+            policy=options.unrepresentable,
+            soft_deletes=options.soft_deletes,
+            synced_at=options.synced_at,
+            rebootstrap=options.rebootstrap,
+            rows_per_batch=options.rows_per_batch,
+        )
+        master = options.master or "local[*]"
+        spark = open_session(master, "spark-consumer", dict(options.conf), self._java)
+        try:
+            self._job = SparkJob(spark, settings)
+            self._job.run()
+        finally:
+            # A Java that is gone has nothing to stop, and why it is gone is known by now.
+            with suppress(Py4JError, OSError):
+                spark.stop()
+            self._java.end()
 
 
 def main() -> NoReturn:

@@ -1,12 +1,13 @@
 """Errors of the Spark consumer, by what the operator must do; the SDK's pass through unchanged.
 
-SparkConsumerError
+SparkConsumerError        look at Spark: it failed, for the reason given
     SetupError            fix the installation or the options: pyspark, Java, flags
     UnsuitableTableError  fix the table: no key, columns the lake cannot name
     UnrepresentableError  decide what to do with values Spark cannot hold (--unrepresentable)
     SchemaChangeError     rebuild the table: its columns changed in a way that needs it
     LakeBusyError         end the other job, or give it all tables
     LakeError             look at the lake: another table, a restored or foreign version
+        LakeOptionsError  give the options that the lake's table was made with
 
 Each carries `exit_code`, the status with which `spark-consumer` ends.
 """
@@ -18,6 +19,8 @@ from consumer_sdk.errors import CdcError
 
 class SparkConsumerError(CdcError):
     """Anything that the Spark consumer itself reports; the message is one line."""
+
+    exit_code = 3
 
 
 class SetupError(SparkConsumerError):
@@ -54,3 +57,9 @@ class LakeError(SparkConsumerError):
     """The lake does not hold what this job left there."""
 
     exit_code = 4
+
+
+class LakeOptionsError(LakeError):
+    """The lake's table was made with other options than those given."""
+
+    exit_code = 2

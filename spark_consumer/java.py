@@ -52,6 +52,11 @@ def prepare_java(environment: Mapping[str, str] | None = None) -> str | None:
     bundled = _bundled_java()
     if bundled is not None:
         return _shim_for(bundled)
+    if home and version is None:
+        raise SetupError(
+            f"JAVA_HOME is {home}, where there is no Java that runs; set it to a Java "
+            f"{OLDEST_VERSION} or later, or unset it to use the one on PATH"
+        )
     found = f"{installed} is version {version}" if version else "no Java is installed"
     raise SetupError(
         f"{found}, Spark needs {OLDEST_VERSION} or later; "

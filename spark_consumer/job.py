@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+
 from consumer_sdk.errors import CdcError, GapError, NotAvailable
 from consumer_sdk.wire.subjects import format_table_name
 from spark_consumer.batch_applier import BatchApplier, RebuildNeeded
 from spark_consumer.cdc_source import CdcSource
 from spark_consumer.delta_lake import DeltaLake
 from spark_consumer.errors import SparkConsumerError
+from spark_consumer.java_errors import root_cause
 from spark_consumer.lake_lock import sole_job
 from spark_consumer.logs import note
 from spark_consumer.manifest import Manifest
@@ -88,12 +92,25 @@ class SparkJob:
         self._failure: BaseException | None = None
         self._began = False
         self._parallelism = max(1, spark.sparkContext.defaultParallelism)
+        self.rows_loaded = 0
         self.events = 0
 
     def run(self) -> None:
         """Do the job; CdcError says in one line what stopped it."""
         with sole_job(self._lake.directory):
-            self._run()
+            started = time.monotonic()
+            try:
+                self._run()
+            except (Py4JError, PySparkException, OSError) as error:
+                raise _told(error) from error
+            note(
+                logger,
+                "done" if self._settings.once and not self._stopping.is_set() else "stopped",
+                tables=len(self._settings.tables),
+                rows_loaded=self.rows_loaded,
+                events=self.events,
+                seconds=round(time.monotonic() - started, 2),
+            )
 
     def _run(self) -> None:
         # What an earlier run staged belongs to nothing.
@@ -150,6 +167,8 @@ class SparkJob:
             return setup.prepare(schemas, rebuild)
         except Exception as error:
             raise _told(error) from error
+        finally:
+            self.rows_loaded += setup.rows_loaded
 
     def _follow(self, nats: NatsThread, tables: Sequence[KeptTable]) -> None:
         if self._settings.once:
@@ -259,5 +278,9 @@ def _told(error: BaseException) -> BaseException:
         return _SlowStartError(
             "Spark's Python processes do not start in time; is the machine busy?"
         )
-    lines = [line for line in str(original).strip().splitlines() if line.strip()]
-    return SparkConsumerError(f"Spark failed: {lines[-1] if lines else type(error).__name__}")
+    if isinstance(original, OSError):
+        return SparkConsumerError(f"the lake cannot be kept: {original}")
+    text = str(original)
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    reason = root_cause(text) or (lines[-1] if lines else type(original).__name__)
+    return SparkConsumerError(f"Spark failed: {reason}")

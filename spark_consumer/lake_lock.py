@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spark_consumer.errors import LakeBusyError, SetupError
+from spark_consumer.errors import LakeBusyError
+from spark_consumer.lake_directory import unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,9 +22,7 @@ def sole_job(lake_directory: str) -> Iterator[None]:
         own.mkdir(parents=True, exist_ok=True)
         file = (own / "lock").open("a")
     except OSError as error:
-        raise SetupError(
-            f"lake directory {lake_directory} cannot be written: {error.strerror}"
-        ) from error
+        raise unwritable(lake_directory, error) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

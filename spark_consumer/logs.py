@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 
@@ -14,7 +15,7 @@ def note(logger: logging.Logger, event: str, *, level: int = logging.INFO, **fie
 
 
 class LogfmtFormatter(logging.Formatter):
-    """`ts=… level=info event="batch applied" events=42`."""
+    """`ts=… level=info event="batch applied" events=42`; debug lines may bring a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC)
@@ -24,7 +25,10 @@ class LogfmtFormatter(logging.Formatter):
             "event": record.getMessage(),
             **getattr(record, "fields", {}),
         }
-        return " ".join(f"{key}={_quoted(value)}" for key, value in pairs.items())
+        line = " ".join(f"{key}={_quoted(value)}" for key, value in pairs.items())
+        if record.exc_info and record.levelno <= logging.DEBUG:
+            line += "\n" + self.formatException(record.exc_info)
+        return line
 
 
 def _quoted(value: object) -> str:
@@ -35,11 +39,19 @@ def _quoted(value: object) -> str:
     return f'"{escaped}"'
 
 
-def start_logging() -> None:
+def start_logging(level: str = "info") -> None:
     """Send the job's own lines to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogfmtFormatter())
     logger = logging.getLogger("spark_consumer")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level.upper())
     logger.propagate = False
+    if not logger.isEnabledFor(logging.DEBUG):
+        # It logs what it raises as well, some of it in the root's name.
+        logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
+        logging.getLogger().addFilter(_not_of_py4j)
+
+
+def _not_of_py4j(record: logging.LogRecord) -> bool:
+    return "py4j" not in Path(record.pathname).parts

@@ -40,7 +40,8 @@ def register_views(spark: SparkSession, lake: str) -> list[str]:
             else spark.createDataFrame([], columns)
         )
         name = root.name.replace(".", "_")
-        rows.createOrReplaceTempView(name)
+        # Quoted: odd characters of a table are written ~XX.
+        rows.createOrReplaceTempView(f"`{name}`")
         names.append(name)
     return names
 

@@ -14,7 +14,8 @@ from consumer_sdk.errors import GapError, NotAvailable, UnknownTable
 from consumer_sdk.holds import hold
 from consumer_sdk.wire.subjects import format_table_name, table_token
 from spark_consumer.change_columns import DELETED, SYNCED_AT
-from spark_consumer.errors import LakeError, SchemaChangeError
+from spark_consumer.errors import LakeError, LakeOptionsError, SchemaChangeError
+from spark_consumer.lake_directory import require_table_place
 from spark_consumer.logs import note
 from spark_consumer.progress_bar import JobWatch, ProgressBar
 from spark_consumer.rebuild import load_snapshot, position_of
@@ -61,11 +62,40 @@ async def find_schemas(client: Client, tables: Sequence[tuple[str, str]]) -> lis
     return found
 
 
-def look_at_places(lake: Lake, schemas: Sequence[TableSchema]) -> None:
+def look_at_places(
+    lake: Lake,
+    schemas: Sequence[TableSchema],
+    *,
+    soft_deletes: bool,
+    synced_at: bool,
+    rebootstrap: bool,
+) -> None:
     """Raise what makes a table, or the place of one in the lake, unfit; nothing is written."""
     for schema in schemas:
         row_key(schema)
-        lake.find(schema.schema, schema.table)
+        require_table_place(lake.table_root(schema.schema, schema.table))
+        table = lake.find(schema.schema, schema.table)
+        if table is not None and not rebootstrap:
+            name = format_table_name(schema.schema, schema.table)
+            require_own_columns(name, table, soft_deletes=soft_deletes, synced_at=synced_at)
+
+
+def require_own_columns(
+    name: str, table: LakeTable, *, soft_deletes: bool, synced_at: bool
+) -> None:
+    """Raise LakeOptionsError unless the table has the columns that the options ask for."""
+    present = table.columns.names
+    wanted = (
+        (DELETED, soft_deletes, "--soft-deletes"),
+        (SYNCED_AT, synced_at, "--synced-at"),
+    )
+    for column, asked, flag in wanted:
+        if (column in present) != asked:
+            made = "with" if column in present else "without"
+            raise LakeOptionsError(
+                f"lake table {name} was made {made} {flag}; keep to that, "
+                "or rebuild it with --rebootstrap"
+            )
 
 
 class TableSetup:
@@ -99,6 +129,7 @@ class TableSetup:
         self._stamped = synced_at
         self._rebootstrap = rebootstrap
         self._parallelism = parallelism
+        self.rows_loaded = 0
 
     def prepare(
         self, schemas: Sequence[TableSchema], rebuild: Container[tuple[str, str]] = ()
@@ -140,7 +171,7 @@ class TableSetup:
                 "rebuild it with --rebootstrap, or choose another --lake directory"
             )
         table.require_untampered()
-        self._require_own_columns(name, table)
+        require_own_columns(name, table, soft_deletes=self._soft, synced_at=self._stamped)
         bounds = self._nats.run(lambda client: client.log().bounds())
         progress = self._nats.run(lambda client: client.progress(schema.source))
         epoch = schema.epoch if progress is None else progress.epoch
@@ -178,20 +209,6 @@ class TableSetup:
             versions,
         )
 
-    def _require_own_columns(self, name: str, table: LakeTable) -> None:
-        present = table.columns.names
-        wanted = (
-            (DELETED, self._soft, "--soft-deletes"),
-            (SYNCED_AT, self._stamped, "--synced-at"),
-        )
-        for column, asked, flag in wanted:
-            if (column in present) != asked:
-                made = "with" if column in present else "without"
-                raise LakeError(
-                    f"lake table {name} was made {made} {flag}; keep to that, "
-                    "or rebuild it with --rebootstrap"
-                )
-
     def _bootstrap(self, schema: TableSchema, table: LakeTable | None, *, fresh: bool) -> KeptTable:
         name = format_table_name(schema.schema, schema.table)
         started = time.monotonic()
@@ -223,6 +240,7 @@ class TableSetup:
             table = self._lake.create(schema.schema, schema.table, files, columns, position)
         else:
             table.replace(files, columns, position)
+        self.rows_loaded += meta.row_count
         bar.finish(meta.row_count)
         note(
             logger,

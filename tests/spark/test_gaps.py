@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 from consumer_sdk.errors import CorruptData, GapError
 from consumer_sdk.wire.subjects import Subjects
 from spark_consumer.delta_lake import DeltaLake
-from spark_consumer.errors import LakeError, UnsuitableTableError
+from spark_consumer.errors import LakeError, LakeOptionsError, UnsuitableTableError
 from tests.fixtures.waiting import wait_until
 from tests.spark.lake_oracle import assert_same_rows, lake_table
 
@@ -169,7 +169,7 @@ def test_a_restored_table_stops_the_job_or_is_rebuilt(
 
 
 def test_a_table_made_with_other_options_is_left_alone(users: BridgeProcess, jobs: Jobs) -> None:
-    with pytest.raises(LakeError, match="users was made without --soft-deletes"):
+    with pytest.raises(LakeOptionsError, match="users was made without --soft-deletes"):
         jobs.once("users", soft_deletes=True)
 
 

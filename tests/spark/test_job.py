@@ -11,7 +11,7 @@ from deltalake.exceptions import TableNotFoundError
 
 from consumer_sdk.wire.envelope import encode
 from spark_consumer.delta_lake import DeltaLake
-from spark_consumer.errors import SchemaChangeError, UnrepresentableError
+from spark_consumer.errors import SchemaChangeError, SparkConsumerError, UnrepresentableError
 from spark_consumer.manifest import Manifest
 from spark_consumer.nats_thread import NatsThread
 from tests.fixtures.waiting import wait_until
@@ -317,3 +317,47 @@ def test_values_spark_cannot_hold_stop_vanish_or_stay_as_text(
     assert rows[0]["at"].isoformat() == "2020-01-01T00:00:00+00:00"
     assert (rows[0]["n"], rows[0]["n__text"]) == (None, "NaN")
     assert [row["a__text"] for row in rows] == ["[[1, 2], [3, 4]]", "[5:6]={7,8}", None]
+
+
+def test_a_query_that_does_not_start_is_one_line(
+    database: Database, bridge_process: Bridges, jobs: Jobs
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    bridge_process()
+    setting = "spark.sql.streaming.checkpointFileManagerClass"
+    jobs.spark.conf.set(setting, "no.such.Manager")
+    try:
+        with pytest.raises(SparkConsumerError) as raised:
+            jobs.once("users")
+    finally:
+        jobs.spark.conf.unset(setting)
+    assert str(raised.value) == "Spark failed: ClassNotFoundException: no.such.Manager"
+    assert raised.value.exit_code == 3
+
+
+def test_a_run_ends_with_a_summary(
+    database: Database,
+    bridge_process: Bridges,
+    jobs: Jobs,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.execute("INSERT INTO users VALUES (1), (2), (3)")
+    database.publish("users")
+    bridge_process()
+    lines: list[dict[str, Any]] = []
+
+    def note(_: object, event: str, **fields: Any) -> None:
+        lines.append({"event": event, **fields})
+
+    monkeypatch.setattr("spark_consumer.job.note", note)
+    jobs.once("users")
+    database.execute("INSERT INTO users VALUES (4), (5)")
+    jobs.once("users")
+    wanted = ("event", "tables", "rows_loaded", "events")
+    assert [tuple(line[name] for name in wanted) for line in lines] == [
+        ("done", 1, 3, 0),
+        ("done", 1, 0, 2),
+    ]
+    assert all(line["seconds"] > 0 for line in lines)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -116,11 +117,120 @@ def test_a_signal_ends_the_job_after_the_batch_under_way(
     held.touch()
     database.execute("INSERT INTO users SELECT generate_series(1, 10)")
     wait_until((holds / "spark-before-commit.reached").exists, PATIENCE)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     held.unlink()
     assert process.wait(PATIENCE), log.read_text()
     assert process.exit_code == 0, log.read_text()
+    _assert_only_log_lines(log.read_text())
     assert lake_table(tmp_path / "lake", "users").to_pyarrow_table().num_rows == 10
+
+
+def test_a_second_signal_ends_the_job_at_once(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    starting: Callable[..., subprocess.Popen[bytes]],
+    prefix: str,
+    holds: Path,
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    bridge_process()
+    (holds / "spark-before-load-commit.hold").touch()
+    reached = holds / "spark-before-load-commit.reached"
+    process = starting()
+    wait_until(lambda: reached.exists() or process.poll() is not None, PATIENCE)
+    # Two signals of a kind that nobody has taken yet are one.
+    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    _assert_only_log_lines(said.decode())
+    wait_until(lambda: not _commands(prefix), 1)
+
+
+def _assert_only_log_lines(text: str) -> None:
+    assert all(line.startswith("ts=") for line in text.splitlines()), text
+    assert "level=error" not in text.lower()
+
+
+STARTING = [
+    # Spark's launcher, a short Java of its own.
+    ("org.apache.spark.launcher.Main", signal.SIGINT),
+    ("org.apache.spark.deploy.SparkSubmit", signal.SIGTERM),
+    ("org.apache.spark.deploy.SparkSubmit", signal.SIGKILL),
+    ("spark-before-session", signal.SIGINT),
+    ("spark-before-session", signal.SIGKILL),
+]
+
+
+def test_a_command_that_ends_while_spark_starts_leaves_no_java(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    starting: Callable[..., subprocess.Popen[bytes]],
+    prefix: str,
+    holds: Path,
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    bridge_process()
+    (holds / "spark-before-session.hold").touch()
+    reached = holds / "spark-before-session.reached"
+    for moment, number in STARTING:
+        reached.unlink(missing_ok=True)
+        process = starting()
+
+        def has_come(moment: str = moment, process: subprocess.Popen[bytes] = process) -> bool:
+            there = reached.exists() or any(moment in line for line in _commands(prefix))
+            return there or process.poll() is not None
+
+        wait_until(has_come, PATIENCE)
+        if number == signal.SIGINT:
+            # As the terminal does.
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        # Nobody else holds the pipe: it ends with the process.
+        said, _ = process.communicate(timeout=20)
+        assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+        assert said.decode() == "", moment
+        wait_until(lambda: not _commands(prefix), PATIENCE if number == signal.SIGKILL else 1)
+
+
+@pytest.fixture
+def starting(
+    nats_server: NatsServer, prefix: str, tmp_path: Path, holds: Path
+) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start `spark-consumer` with a pipe, in a process group of its own as a shell does."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "spark_consumer", "--tables", "users", "--once"]
+        command += ["--lake", str(tmp_path / "lake"), "--prefix", prefix, *QUIET, *QUICK]
+        process = subprocess.Popen(
+            [*command, "--conf", f"spark.tailrace.test={prefix}", *arguments],
+            env=clean_environment(NATS_URL=nats_server.url, TAILRACE_HOLD=str(holds)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=20)
+
+
+def _commands(prefix: str) -> list[str]:
+    """Command lines of the Java processes that `starting` has caused."""
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "args="], capture_output=True, text=True, check=True
+    )
+    mark = f"spark.tailrace.test={prefix}"
+    lines = listed.stdout.splitlines()
+    return [line for line in lines if mark in line and "-m spark_consumer" not in line]
 
 
 def test_a_killed_executor_of_a_cluster_is_replaced(

@@ -1,0 +1,73 @@
+"""The directory of a lake: local or mounted, since the driver commits and merges through files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote
+
+from spark_consumer.errors import SetupError
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_FILE: Final = re.compile(r"file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
+_EFFECTIVE: Final = os.access in os.supports_effective_ids
+
+
+def lake_directory(text: str) -> str:
+    """The directory that `--lake` names, a path or file:///path; SetupError for anything else."""
+    if not text.strip():
+        raise SetupError("--lake is empty; give the directory of the Delta tables")
+    url = _URL.match(text)
+    if url is None:
+        return text
+    file = _FILE.fullmatch(text)
+    if file is None:
+        raise SetupError(
+            f"--lake is a local or mounted directory, not a URL such as {url[1]}://…; "
+            "mount the storage and give its path, /path or file:///path"
+        )
+    return unquote(file[1])
+
+
+def require_place(directory: str) -> None:
+    """Raise SetupError where a lake can neither be written nor made; nothing is written."""
+    # Links are followed, `..` means what it says: as the tables' paths are made.
+    place = Path(directory).resolve()
+    for path in (place, *place.parents):
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise unwritable(directory, error) from error
+        if not stat.S_ISDIR(mode):
+            number = errno.ENOTDIR
+        elif not _writable(path):
+            number = errno.EACCES
+        else:
+            return
+        where = "" if path == place else f" ({path})"
+        raise SetupError(
+            f"lake directory {directory} cannot be written: {os.strerror(number)}{where}"
+        )
+
+
+def require_table_place(root: str) -> None:
+    """Raise SetupError where a table's directory is there and cannot be written."""
+    path = Path(root)
+    if path.exists() and not (path.is_dir() and _writable(path)):
+        number = errno.EACCES if path.is_dir() else errno.ENOTDIR
+        raise SetupError(f"lake table {root} cannot be written: {os.strerror(number)}")
+
+
+def unwritable(directory: str, error: OSError) -> SetupError:
+    """What to raise where the system refuses a lake's directory."""
+    return SetupError(f"lake directory {directory} cannot be written: {error.strerror}")
+
+
+def _writable(path: Path) -> bool:
+    return os.access(path, os.W_OK | os.X_OK, effective_ids=_EFFECTIVE)
