@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -60,6 +61,8 @@ def run(arguments: Sequence[str]) -> int:
         parsed = build_parser(arguments).parse_args(arguments)
         follows = parsed.command == "tail"
         signal.signal(signal.SIGTERM, _interrupt)
+        # Warns of every connection with TLS that nats-py has made.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         code: int = asyncio.run(parsed.run(parsed))
         return code
     except CdcError as error:

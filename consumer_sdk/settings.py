@@ -11,6 +11,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.errors import WireError
+from consumer_sdk.wire.server_address import asks_for_tls, never_encrypted
 from consumer_sdk.wire.subjects import Subjects
 
 if TYPE_CHECKING:
@@ -118,11 +119,14 @@ class NatsSettings:
         elif self.user:
             options["user"] = self.user
             options["password"] = self.password or ""
-        if self.ca or self.cert:
+        # A connection with a context never goes on without TLS, see `LogConnection`.
+        if self.ca or self.cert or self.key or asks_for_tls(self.servers):
             options["tls"] = self._tls_context()
         return options
 
     def _tls_context(self) -> ssl.SSLContext:
+        if never_encrypted(self.servers):
+            raise UsageError(f"{self.address} is not encrypted, but TLS is asked for; write wss://")
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert:

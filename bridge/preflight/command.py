@@ -7,7 +7,6 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-import nats
 import nats.errors
 from psycopg.conninfo import conninfo_to_dict
 
@@ -23,7 +22,7 @@ from bridge.preflight.postgres import (
 )
 from bridge.preflight.report import exit_code, format_json, format_text
 from bridge.preflight.setup_sql import setup_sql
-from bridge.publish.link import options_of, probe
+from bridge.publish.link import open_link, options_of, probe
 from bridge.publish.streams import ApiError
 from bridge.wal.connection import conninfo_of
 
@@ -98,7 +97,7 @@ async def _check_connected(
     found = await check_permissions(options, subjects)
     if any(finding.blocks for finding in found):
         return found
-    client = await nats.connect(**{**options, "allow_reconnect": False})
+    client = await open_link(**{**options, "allow_reconnect": False})
     try:
         return found + await check_nats(
             client,
