@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
-import os
 import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -73,17 +71,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0 if follows else INTERRUPTED
 
 
-def main() -> NoReturn:
-    """Entry point of the program."""
-    code = 0
-    try:
-        code = run(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read our output has seen enough. Nothing may be written at exit either.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+def main() -> int:
+    """Run what the program's arguments say; the result is the exit code."""
+    return run(sys.argv[1:])
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:

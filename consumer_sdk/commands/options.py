@@ -19,7 +19,10 @@ def add_nats_options(parser: argparse.ArgumentParser) -> None:
     """Add --nats, --prefix and --timeout; everything else about NATS comes from the environment."""
     group = parser.add_argument_group("NATS")
     group.add_argument(
-        "--nats", metavar="URL", help="address, several separated by commas [NATS_URL]"
+        "--nats",
+        metavar="URL",
+        help="address, several separated by commas; one with a password is better kept in the "
+        "environment [NATS_URL]",
     )
     group.add_argument(
         "--prefix", metavar="NAME", help="prefix of subjects, streams and buckets [BRIDGE_PREFIX]"
