@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 import nats.errors
@@ -43,11 +44,14 @@ async def run_check(
         return 0
     findings = await check(settings)
     if as_json:
-        print(format_json(findings), file=stream)
+        text = format_json(findings)
     else:
         colour = stream.isatty() and "NO_COLOR" not in os.environ
         width = max(min(shutil.get_terminal_size((100, 25)).columns, 120), 60)
-        print(format_text(findings, colour=colour, width=width), file=stream)
+        text = format_text(findings, colour=colour, width=width)
+    # The exit code is the answer, also for whoever does not read all of it.
+    with suppress(BrokenPipeError):
+        print(text, file=stream, flush=True)
     return exit_code(findings)
 
 

@@ -31,6 +31,7 @@ REDRAW_SECONDS = 0.5
 REPORT_SECONDS = 10.0
 INTERRUPTED = 130
 SHOWN_KEYS = 20
+_PASSWORDS = "a password is better kept in PGPASSWORD or ~/.pgpass"
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -46,7 +47,10 @@ def add_arguments(subparsers: Any) -> None:
         "--all", action="store_true", help="every published table, also those published later"
     )
     mirror.add_argument(
-        "--into", metavar="URL", required=True, help="sqlite:///PATH or postgresql://…"
+        "--into",
+        metavar="URL",
+        required=True,
+        help=f"sqlite:///PATH or postgresql://…; {_PASSWORDS}",
     )
     mirror.add_argument(
         "--once", action="store_true", help="end when everything stored at the start is applied"
@@ -64,7 +68,10 @@ def add_arguments(subparsers: Any) -> None:
     )
     compare.add_argument("tables", metavar="TABLE", nargs="+")
     compare.add_argument(
-        "--source", metavar="DSN", required=True, help="the source; needs a role with REPLICATION"
+        "--source",
+        metavar="DSN",
+        required=True,
+        help=f"the source; needs a role with REPLICATION; {_PASSWORDS}",
     )
     compare.add_argument(
         "--replica", metavar="URL", required=True, help="sqlite:///PATH or postgresql://…"
@@ -117,10 +124,12 @@ async def run_verify(arguments: argparse.Namespace) -> int:
             on_wait=waiting,
         )
     if arguments.json:
-        print(json.dumps([_document(report) for report in reports], ensure_ascii=False))
+        lines = [json.dumps([_document(report) for report in reports], ensure_ascii=False)]
     else:
-        for report in reports:
-            print("\n".join(_lines(report)))
+        lines = [line for report in reports for line in _lines(report)]
+    # The exit code is the answer, also for whoever does not read all of it.
+    with contextlib.suppress(BrokenPipeError):
+        print("\n".join(lines), flush=True)
     return 0 if all(report.equal for report in reports) else 1
 
 

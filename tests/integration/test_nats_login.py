@@ -111,11 +111,11 @@ def test_a_server_that_offers_tls_is_used_with_it(
     own_nats: Callable[..., NatsServer], database, run_command: Run, also_plain: bool
 ) -> None:
     server = own_nats(
-        config=f'''
+        config=f"""
         tls {{ cert_file: "{CERTIFICATE}", key_file: "{TLS / "server.key"}" }}
         allow_non_tls: {str(also_plain).lower()}
         authorization {{ user: me, password: "{PASSWORD}" }}
-        '''
+        """
     )
     url = server.url_as("me", PASSWORD).replace("nats://", "tls://")
     environment = {"NATS_URL": url, "NATS_CA": str(CERTIFICATE)}
