@@ -26,12 +26,12 @@ NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and B
 Exit codes: 0 fine, 1 the answer is no, 2 bad usage or settings, 3 NATS, bridge or target not
 usable as configured, 4 data at risk.
 """
-_HEAVY = ("mirror", "verify")
+_LIGHT = ("schema", "tables", "tail", "snapshot")
 INTERRUPTED = 130
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser; commands that load more are only declared when the arguments may need them."""
+    """The parser; commands that load more are not declared where another one is named."""
     parser = Parser(
         prog="cdc",
         description=DESCRIPTION,
@@ -45,7 +45,7 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     schemas.add_arguments(subparsers)
     tail.add_arguments(subparsers)
     snapshot.add_arguments(subparsers)
-    if not arguments or arguments[0] in _HEAVY or arguments[0].startswith("-"):
+    if not arguments or arguments[0] not in _LIGHT:
         from consumer_sdk.mirror.commands import add_arguments
 
         add_arguments(subparsers)

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.options import add_nats_options, open_client
+from consumer_sdk.commands.options import add_shared_options, open_client
 from consumer_sdk.commands.terminal import Paint, columns, printable
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
@@ -26,13 +26,13 @@ def add_arguments(subparsers: Any) -> None:
     )
     schema.add_argument("table", metavar="TABLE")
     schema.add_argument("--json", action="store_true", help="print the schema document")
-    add_nats_options(schema)
+    add_shared_options(schema)
     schema.set_defaults(run=show_schema)
     tables = subparsers.add_parser(
         "tables", help="all published tables", description="List the published tables."
     )
     tables.add_argument("--json", action="store_true", help="print one document on each line")
-    add_nats_options(tables)
+    add_shared_options(tables)
     tables.set_defaults(run=show_tables)
 
 

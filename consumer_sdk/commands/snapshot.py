@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.files import open_writer
-from consumer_sdk.commands.options import add_nats_options, open_client, seconds
+from consumer_sdk.commands.options import add_shared_options, open_client, seconds
 from consumer_sdk.commands.terminal import ProgressBar, printable
 from consumer_sdk.wire.column_types import Column
 from consumer_sdk.wire.lsn import format_lsn
@@ -46,7 +46,7 @@ def add_arguments(subparsers: Any) -> None:
         default=60.0,
         help="give up when nothing has happened for so long, default 60",
     )
-    add_nats_options(parser)
+    add_shared_options(parser)
     parser.set_defaults(run=take)
 
 

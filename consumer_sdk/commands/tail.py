@@ -9,7 +9,7 @@ from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.options import add_nats_options, count, open_client
+from consumer_sdk.commands.options import add_shared_options, count, open_client
 from consumer_sdk.commands.terminal import Paint, printable, reader_left
 from consumer_sdk.wire.envelope import to_json_value
 from consumer_sdk.wire.lsn import format_lsn
@@ -52,7 +52,7 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument(
         "-n", "--count", metavar="N", type=count, help="stop after N lines instead of following"
     )
-    add_nats_options(parser)
+    add_shared_options(parser)
     parser.set_defaults(run=follow)
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.options import add_nats_options, open_client, seconds
+from consumer_sdk.commands.options import add_shared_options, open_client, seconds
 from consumer_sdk.commands.terminal import is_terminal, printable
 from consumer_sdk.errors import UsageError
 from consumer_sdk.mirror.runner import Mirror
@@ -58,7 +58,7 @@ def add_arguments(subparsers: Any) -> None:
     mirror.add_argument(
         "--fresh", action="store_true", help="build the tables anew, from new snapshots"
     )
-    add_nats_options(mirror)
+    add_shared_options(mirror)
     mirror.set_defaults(run=run_mirror)
     compare = subparsers.add_parser(
         "verify",
@@ -84,7 +84,7 @@ def add_arguments(subparsers: Any) -> None:
         help="how long to wait for open transactions and for the bridge, default 60",
     )
     compare.add_argument("--json", action="store_true", help="print one JSON document")
-    add_nats_options(compare)
+    add_shared_options(compare)
     compare.set_defaults(run=run_verify)
 
 
