@@ -52,6 +52,17 @@ class ApiError(Exception):
         self.description = description
 
 
+class NoJetStream(NotAvailable):
+    """Nobody answers for JetStream at all."""
+
+    def __init__(
+        self,
+        message: str = "JetStream is not enabled on this NATS, or not for this account; "
+        "start nats-server with -js",
+    ) -> None:
+        super().__init__(message)
+
+
 class LogConnection(NatsClient):
     """nats-py's client plus taps and JetStream calls as plain JSON; TLS, once asked for, is kept.
 
@@ -154,9 +165,7 @@ class LogConnection(NatsClient):
             reply = await self.request(f"$JS.API.{subject}", payload, timeout=timeout)
             answer: dict[str, Any] = json.loads(reply.data)
         except nats.errors.NoRespondersError as error:
-            raise NotAvailable(
-                "JetStream does not answer; is it enabled on this server?"
-            ) from error
+            raise NoJetStream from error
         except (nats.errors.Error, OSError, TimeoutError) as error:
             denied = str(self.latest_error)
             if self.error_count != errors_before and "permissions violation" in denied.lower():

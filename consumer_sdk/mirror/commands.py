@@ -15,7 +15,8 @@ from consumer_sdk.commands.options import add_shared_options, open_client, secon
 from consumer_sdk.commands.terminal import is_terminal, printable
 from consumer_sdk.errors import UsageError
 from consumer_sdk.mirror.runner import Mirror
-from consumer_sdk.mirror.target_url import display_url, open_target
+from consumer_sdk.mirror.table_side import require_conninfo
+from consumer_sdk.mirror.target_url import display_url, open_target, split_url
 from consumer_sdk.mirror.verify import verify
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
@@ -90,8 +91,10 @@ def add_arguments(subparsers: Any) -> None:
 
 async def run_mirror(arguments: argparse.Namespace) -> int:
     """Mirror tables as the arguments say."""
-    if bool(arguments.tables) == arguments.all:
-        raise UsageError("name the tables to mirror, or --all")
+    if arguments.tables and arguments.all:
+        raise UsageError("--all is every table already; name some tables, or give --all, not both")
+    if not arguments.tables and not arguments.all:
+        raise UsageError("name the tables to mirror, or give --all; see cdc mirror --help")
     target = open_target(arguments.into)
     screen = Screen(display_url(arguments.into))
     async with open_client(arguments) as client:
@@ -114,6 +117,8 @@ async def run_verify(arguments: argparse.Namespace) -> int:
     def waiting(reason: str) -> None:
         print(f"cdc: {reason}", file=sys.stderr)
 
+    require_conninfo(arguments.source)
+    split_url(arguments.replica)
     async with open_client(arguments) as client:
         reports = await verify(
             client,
