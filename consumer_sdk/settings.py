@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 RECONNECT_WAIT_SECONDS = 2
 _SCHEMES = ("nats", "tls", "ws", "wss")
+_SEED = re.compile(r"\A\s*(S[A-Z2-7]+)\s*\Z")
+_CREDENTIALS = re.compile(
+    r"BEGIN NATS USER JWT-+\s+\S+\s+-+END NATS USER JWT-+.*"
+    r"BEGIN USER NKEY SEED-+\s+(S[A-Z2-7]+)\s+-+END USER NKEY SEED",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,10 @@ class NatsSettings:
             "flush_timeout": 10,
         }
         if self.creds:
+            _require_seed("NATS_CREDS", self.creds, _CREDENTIALS)
             options["user_credentials"] = self.creds
         elif self.nkey:
+            _require_seed("NATS_NKEY", self.nkey, _SEED)
             options["nkeys_seed"] = self.nkey
         elif self.user:
             options["user"] = self.user
@@ -134,6 +143,22 @@ class NatsSettings:
         except (OSError, ssl.SSLError) as error:
             raise UsageError(f"TLS files for NATS cannot be used: {error}") from error
         return context
+
+
+def _require_seed(variable: str, path: str, form: re.Pattern[str]) -> None:
+    """Insist on a file that holds a key, which a server without logins would not ask for."""
+    import nkeys
+
+    try:
+        match = form.search(Path(path).read_text(encoding="utf-8"))
+        if match is None:
+            raise ValueError
+        nkeys.from_seed(match[1].encode())
+    except (OSError, ValueError, nkeys.NkeysError) as error:
+        raise UsageError(
+            f"{variable}: {path} does not hold a NATS key; "
+            "make one with `nsc generate creds` or `nk -gen user`"
+        ) from error
 
 
 def _from_host_and_port(env: Mapping[str, str]) -> str:

@@ -49,14 +49,14 @@ async def show_schema(arguments: argparse.Namespace) -> int:
     key = ", ".join(map(printable, schema.primary_key)) or "none"
     print(f"primary key {key}; replica identity {schema.replica_identity}; "
           f"as of {format_lsn(schema.lsn)}")  # fmt: skip
-    rows = [("column", "type", "null", "default", "")]
+    rows = [("column", "type", "null", "default", "identity")]
     rows += [
         (
             printable(column.name),
             printable(column.data_type),
             "yes" if column.is_nullable else "no",
             printable(column.column_default or ""),
-            "identity" if column.is_key else "",
+            "yes" if column.is_key else "",
         )
         for column in schema.columns
     ]
