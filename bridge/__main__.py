@@ -1,7 +1,5 @@
 """`python -m bridge` is the command `bridge`."""
 
-import sys
+from tailrace.launch import bridge
 
-from bridge.cli import main
-
-sys.exit(main())
+bridge()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import os
+import logging
 import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
@@ -27,12 +26,12 @@ NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and B
 Exit codes: 0 fine, 1 the answer is no, 2 bad usage or settings, 3 NATS, bridge or target not
 usable as configured, 4 data at risk.
 """
-_HEAVY = ("mirror", "verify")
+_LIGHT = ("schema", "tables", "tail", "snapshot")
 INTERRUPTED = 130
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser; commands that load more are only declared when the arguments may need them."""
+    """The parser; commands that load more are not declared where another one is named."""
     parser = Parser(
         prog="cdc",
         description=DESCRIPTION,
@@ -46,7 +45,7 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     schemas.add_arguments(subparsers)
     tail.add_arguments(subparsers)
     snapshot.add_arguments(subparsers)
-    if not arguments or arguments[0] in _HEAVY or arguments[0].startswith("-"):
+    if not arguments or arguments[0] not in _LIGHT:
         from consumer_sdk.mirror.commands import add_arguments
 
         add_arguments(subparsers)
@@ -60,6 +59,8 @@ def run(arguments: Sequence[str]) -> int:
         parsed = build_parser(arguments).parse_args(arguments)
         follows = parsed.command == "tail"
         signal.signal(signal.SIGTERM, _interrupt)
+        # Warns of every connection with TLS that nats-py has made.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
         code: int = asyncio.run(parsed.run(parsed))
         return code
     except CdcError as error:
@@ -70,17 +71,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0 if follows else INTERRUPTED
 
 
-def main() -> NoReturn:
-    """Entry point of the program."""
-    code = 0
-    try:
-        code = run(sys.argv[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read our output has seen enough. Nothing may be written at exit either.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
+def main() -> int:
+    """Run what the program's arguments say; the result is the exit code."""
+    return run(sys.argv[1:])
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:

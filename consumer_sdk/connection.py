@@ -19,6 +19,7 @@ from nats.aio.client import Client as NatsClient
 
 from consumer_sdk.errors import AccessDenied, NotAvailable
 from consumer_sdk.frame_parser import FrameParser
+from consumer_sdk.wire.server_address import ServerAddress, TlsNotOffered, require_tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,8 +52,22 @@ class ApiError(Exception):
         self.description = description
 
 
+class NoJetStream(NotAvailable):
+    """Nobody answers for JetStream at all."""
+
+    def __init__(
+        self,
+        message: str = "JetStream is not enabled on this NATS, or not for this account; "
+        "start nats-server with -js",
+    ) -> None:
+        super().__init__(message)
+
+
 class LogConnection(NatsClient):
-    """nats-py's client plus taps and JetStream calls as plain JSON."""
+    """nats-py's client plus taps and JetStream calls as plain JSON; TLS, once asked for, is kept.
+
+    nats-py itself takes what the server offers: without TLS it would send the password as it is.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,6 +77,18 @@ class LogConnection(NatsClient):
         self.latest_error: Exception | None = None
         self.error_count = 0
         self.refused: asyncio.Future[Exception] | None = None
+
+    def _setup_server_pool(self, connect_url: list[str]) -> None:
+        super()._setup_server_pool(connect_url)
+        for server in self._server_pool:
+            server.uri = ServerAddress.of(server.uri)
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        # The first INFO comes before anything is sent; nats-py looks at `tls_required` afterwards.
+        server = self._current_server
+        if initial_connection and self.options.get("tls") is not None and server is not None:
+            require_tls(server.uri, info)
+        await super()._process_info(info, initial_connection)
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
@@ -138,9 +165,7 @@ class LogConnection(NatsClient):
             reply = await self.request(f"$JS.API.{subject}", payload, timeout=timeout)
             answer: dict[str, Any] = json.loads(reply.data)
         except nats.errors.NoRespondersError as error:
-            raise NotAvailable(
-                "JetStream does not answer; is it enabled on this server?"
-            ) from error
+            raise NoJetStream from error
         except (nats.errors.Error, OSError, TimeoutError) as error:
             denied = str(self.latest_error)
             if self.error_count != errors_before and "permissions violation" in denied.lower():
@@ -174,7 +199,8 @@ class LogConnection(NatsClient):
 
 def _is_refusal(error: Exception) -> bool:
     return (
-        isinstance(error, nats.errors.AuthorizationError) or "authorization" in str(error).lower()
+        isinstance(error, (nats.errors.AuthorizationError, TlsNotOffered))
+        or "authorization" in str(error).lower()
     )
 
 
@@ -229,6 +255,8 @@ async def _connect(connection: LogConnection, settings: NatsSettings) -> None:
 
 
 def _raise_unusable(settings: NatsSettings, error: Exception) -> NoReturn:
+    if isinstance(error, TlsNotOffered):
+        raise AccessDenied(str(error)) from error
     raise AccessDenied(
         f"NATS at {settings.address} refuses the connection: {error}; check user, password, "
         "credentials and TLS files"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import nats.errors
 
 from consumer_sdk.cancellation import stay_cancelled
-from consumer_sdk.connection import ApiError, LogConnection
+from consumer_sdk.connection import ApiError, LogConnection, NoJetStream
 from consumer_sdk.deliveries import Deliveries
 from consumer_sdk.errors import CdcError, GapError, NotAvailable
 from consumer_sdk.stream import STREAM_NOT_FOUND, Frame, StreamBounds, bounds_of
@@ -251,6 +251,10 @@ class PullConsumer:
                     problem = GapError("the stream is gone", self._safe + 1, 0)
                     if loop.time() - gone_since > STREAM_GONE_SECONDS:
                         raise problem from error
+            except NoJetStream as error:
+                if not self._opened_before and self._timeout is not None:
+                    raise
+                problem = error
             except NotAvailable as error:
                 problem = error
             else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import nats.errors
 import nats.js.errors
 
+from consumer_sdk.connection import NoJetStream
 from consumer_sdk.decoder import parse_headers
 from consumer_sdk.errors import (
     CorruptData,
@@ -76,6 +77,8 @@ class SchemaBook:
             raise _no_bucket(self._bucket) from error
         except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
             return None
+        except (nats.errors.NoRespondersError, nats.js.errors.ServiceUnavailableError) as error:
+            raise NoJetStream from error
         except (nats.errors.Error, OSError, TimeoutError) as error:
             raise NotAvailable(f"schemas cannot be read: {self._nc.explain(error)}") from error
         return read_schema(token, entry.value or b"")
@@ -100,6 +103,8 @@ class SchemaBook:
             while frames or not consumer.caught_up:
                 self._apply(frames, found)
                 frames = await consumer.take(_BATCH, wait=0 if consumer.caught_up else 1.0)
+        except NoJetStream:
+            raise
         except (GapError, NotAvailable) as error:
             raise _no_bucket(self._bucket) from error
         finally:

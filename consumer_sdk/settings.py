@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.errors import WireError
+from consumer_sdk.wire.server_address import asks_for_tls, never_encrypted
 from consumer_sdk.wire.subjects import Subjects
 
 if TYPE_CHECKING:
@@ -18,6 +20,12 @@ if TYPE_CHECKING:
 
 RECONNECT_WAIT_SECONDS = 2
 _SCHEMES = ("nats", "tls", "ws", "wss")
+_SEED = re.compile(r"\A\s*(S[A-Z2-7]+)\s*\Z")
+_CREDENTIALS = re.compile(
+    r"BEGIN NATS USER JWT-+\s+\S+\s+-+END NATS USER JWT-+.*"
+    r"BEGIN USER NKEY SEED-+\s+(S[A-Z2-7]+)\s+-+END USER NKEY SEED",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +120,22 @@ class NatsSettings:
             "flush_timeout": 10,
         }
         if self.creds:
+            _require_seed("NATS_CREDS", self.creds, _CREDENTIALS)
             options["user_credentials"] = self.creds
         elif self.nkey:
+            _require_seed("NATS_NKEY", self.nkey, _SEED)
             options["nkeys_seed"] = self.nkey
         elif self.user:
             options["user"] = self.user
             options["password"] = self.password or ""
-        if self.ca or self.cert:
+        # A connection with a context never goes on without TLS, see `LogConnection`.
+        if self.ca or self.cert or self.key or asks_for_tls(self.servers):
             options["tls"] = self._tls_context()
         return options
 
     def _tls_context(self) -> ssl.SSLContext:
+        if never_encrypted(self.servers):
+            raise UsageError(f"{self.address} is not encrypted, but TLS is asked for; write wss://")
         try:
             context = ssl.create_default_context(cafile=self.ca)
             if self.cert:
@@ -130,6 +143,22 @@ class NatsSettings:
         except (OSError, ssl.SSLError) as error:
             raise UsageError(f"TLS files for NATS cannot be used: {error}") from error
         return context
+
+
+def _require_seed(variable: str, path: str, form: re.Pattern[str]) -> None:
+    """Insist on a file that holds a key, which a server without logins would not ask for."""
+    import nkeys
+
+    try:
+        match = form.search(Path(path).read_text(encoding="utf-8"))
+        if match is None:
+            raise ValueError
+        nkeys.from_seed(match[1].encode())
+    except (OSError, ValueError, nkeys.NkeysError) as error:
+        raise UsageError(
+            f"{variable}: {path} does not hold a NATS key; "
+            "make one with `nsc generate creds` or `nk -gen user`"
+        ) from error
 
 
 def _from_host_and_port(env: Mapping[str, str]) -> str:

@@ -209,6 +209,7 @@ class Stream(Generic[T]):
         # The step goes on when waiting for it ends, because cancelling would end the generator.
         if self._pending is None:
             self._pending = asyncio.ensure_future(_step(self._source))
+            self._pending.add_done_callback(_forgive)
         done, _ = await asyncio.wait({self._pending}, timeout=timeout)
         if not done:
             raise TimeoutError(f"nothing came within {timeout:g} s")
@@ -221,6 +222,12 @@ class Stream(Generic[T]):
             await asyncio.wait({self._pending})
             self._pending = None
         await self._source.aclose()
+
+
+def _forgive(step: asyncio.Future[Any]) -> None:
+    """Let a step fail unseen: after an interrupt nobody asks for it, and its client closes."""
+    if not step.cancelled():
+        step.exception()
 
 
 async def _step(source: AsyncGenerator[T, None]) -> T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spark_consumer.cli import main
+from tailrace.launch import spark_consumer
 
 if __name__ == "__main__":
-    main()
+    spark_consumer()

@@ -122,7 +122,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     nats = parser.add_argument_group("NATS")
     nats.add_argument(
-        "--nats", metavar="URL", help="address, several separated by commas [NATS_URL]"
+        "--nats",
+        metavar="URL",
+        help="address, several separated by commas; one with a password is better kept in the "
+        "environment [NATS_URL]",
     )
     nats.add_argument(
         "--prefix", metavar="NAME", help="prefix of subjects, streams and buckets [BRIDGE_PREFIX]"

@@ -26,10 +26,10 @@ _JAVA_OPTIONS: Final = ("-XX:-UsePerfData", "-XX:TieredStopAtLevel=1", "-XX:+Use
 _SPARK_SETTINGS: Final = "spark.ui.enabled false\n"
 _POLL_SECONDS: Final = 0.1
 
-MODULES: Final = {
-    "bridge": "bridge.cli",
-    "cdc": "consumer_sdk.cli",
-    "spark-consumer": "spark_consumer.cli",
+ENTRY_POINTS: Final = {
+    "bridge": "bridge",
+    "cdc": "cdc",
+    "spark-consumer": "spark_consumer",
 }
 
 
@@ -67,7 +67,7 @@ class Programs:
         if script.is_file():
             return self._start(program, [str(script), *arguments])
         return self.start_python(
-            program, "-c", f"from {MODULES[program]} import main; raise SystemExit(main())",
+            program, "-c", f"from tailrace.launch import {ENTRY_POINTS[program]} as run; run()",
             *arguments,
         )  # fmt: skip
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
-import nats
 import nats.errors
 from psycopg.conninfo import conninfo_to_dict
 
@@ -25,7 +25,7 @@ from bridge.preflight.postgres import (
 )
 from bridge.preflight.report import exit_code, format_json, format_text
 from bridge.preflight.setup_sql import setup_sql
-from bridge.publish.link import options_of, probe
+from bridge.publish.link import open_link, options_of, probe
 from bridge.publish.streams import ApiError
 from bridge.wal.connection import conninfo_of
 
@@ -46,11 +46,14 @@ async def run_check(
         return 0
     findings = await check(settings)
     if as_json:
-        print(format_json(findings), file=stream)
+        text = format_json(findings)
     else:
         colour = stream.isatty() and "NO_COLOR" not in os.environ
         width = max(min(shutil.get_terminal_size((100, 25)).columns, 120), 60)
-        print(format_text(findings, colour=colour, width=width), file=stream)
+        text = format_text(findings, colour=colour, width=width)
+    # The exit code is the answer, also for whoever does not read all of it.
+    with suppress(BrokenPipeError):
+        print(text, file=stream, flush=True)
     return exit_code(findings)
 
 
@@ -111,7 +114,7 @@ async def _check_connected(
     found = await check_permissions(options, subjects)
     if any(finding.blocks for finding in found):
         return found
-    client = await nats.connect(**{**options, "allow_reconnect": False})
+    client = await open_link(**{**options, "allow_reconnect": False})
     try:
         found += await check_nats(
             client,

@@ -7,10 +7,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-import nats
-import nats.errors
-
 from bridge.preflight.findings import Finding, ok, problem
+from bridge.publish.link import open_link
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -130,7 +128,7 @@ async def check_permissions(options: Mapping[str, Any], subjects: Subjects) -> l
             refused.add((kind.lower(), subject.lower()))
 
     settings = {**options, "allow_reconnect": False, "error_cb": note}
-    client = await nats.connect(**settings)
+    client = await open_link(**settings)
     try:
         for subject, body in _trials(subjects).values():
             await client.publish(subject, body, headers=_NOT_STORED)

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import nats
 import nats.errors
 from nats.aio.client import Client
 
 from bridge.errors import BrokerError, Retryable, SettingsError
+from consumer_sdk.wire.server_address import (
+    ServerAddress,
+    TlsNotOffered,
+    asks_for_tls,
+    never_encrypted,
+    require_tls,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,8 +45,21 @@ class NatsAway(nats.errors.OutboundBufferLimitError):
 class Link(Client):
     """A client without a buffer for what is sent while it reconnects, and which says so.
 
-    nats-py calls that an exceeded buffer limit, which sends people looking for a buffer.
+    nats-py calls that an exceeded buffer limit, which sends people looking for a buffer. It also
+    takes what the server offers: without TLS, though asked for, it would send the password bare.
     """
+
+    def _setup_server_pool(self, connect_url: list[str]) -> None:
+        super()._setup_server_pool(connect_url)
+        for server in self._server_pool:
+            server.uri = ServerAddress.of(server.uri)
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        # The first INFO comes before anything is sent; nats-py looks at `tls_required` afterwards.
+        server = self._current_server
+        if initial_connection and self.options.get("tls") is not None and server is not None:
+            require_tls(server.uri, info)
+        await super()._process_info(info, initial_connection)
 
     async def publish(self, *arguments: Any, **options: Any) -> None:
         try:
@@ -105,7 +124,11 @@ def options_of(settings: Settings) -> dict[str, Any]:
     if settings.nats_nkey:
         _require_seed(settings.nats_nkey, settings.where("nats_nkey"), _SEED)
         options["nkeys_seed"] = settings.nats_nkey
-    if settings.nats_ca or settings.nats_cert:
+    servers = options["servers"]
+    # A link with a context never goes on without TLS.
+    if settings.nats_ca or settings.nats_cert or settings.nats_key or asks_for_tls(servers):
+        if never_encrypted(servers):
+            raise SettingsError("NATS_URL is not encrypted, but TLS is asked for; write wss://")
         try:
             context = ssl.create_default_context(cafile=settings.nats_ca or None)
             if settings.nats_cert:
@@ -143,6 +166,13 @@ def shown_servers(settings: Settings) -> str:
     return ", ".join(shown)
 
 
+async def open_link(**options: Any) -> Link:
+    """Connect with options of nats-py."""
+    client = Link()
+    await client.connect(**options)
+    return client
+
+
 async def probe(settings: Settings) -> None:
     """Try to connect once: BrokerError for what must be repaired, Retryable for what may pass."""
     where = shown_servers(settings)
@@ -152,9 +182,11 @@ async def probe(settings: Settings) -> None:
         seen.append(error)
 
     try:
-        client = await nats.connect(
+        client = await open_link(
             **options_of(settings), allow_reconnect=False, max_reconnect_attempts=1, error_cb=note
         )
+    except TlsNotOffered as error:
+        raise BrokerError(str(error)) from error
     except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
         for reason in (error, *seen):
             text = str(reason).lower()
@@ -202,8 +234,7 @@ async def connect(
     async def failed(error: Exception) -> None:
         on_error(error)
 
-    client = Link()
-    await client.connect(
+    return await open_link(
         **options_of(settings),
         allow_reconnect=True,
         max_reconnect_attempts=-1,
@@ -211,7 +242,6 @@ async def connect(
         reconnected_cb=reconnected,
         error_cb=failed,
     )
-    return client
 
 
 def server_version(client: Client) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from consumer_sdk.client import connect
 from consumer_sdk.errors import UsageError
 from consumer_sdk.settings import NatsSettings
+from consumer_sdk.version import __version__
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
     from consumer_sdk.client import Client
 
 
-def add_nats_options(parser: argparse.ArgumentParser) -> None:
-    """Add --nats, --prefix and --timeout; everything else about NATS comes from the environment."""
+def add_shared_options(parser: argparse.ArgumentParser) -> None:
+    """Add --version, and --nats, --prefix and --timeout; else NATS comes from the environment."""
+    parser.add_argument("--version", action="version", version=f"cdc {__version__}")
     group = parser.add_argument_group("NATS")
     group.add_argument(
-        "--nats", metavar="URL", help="address, several separated by commas [NATS_URL]"
+        "--nats",
+        metavar="URL",
+        help="address, several separated by commas; one with a password is better kept in the "
+        "environment [NATS_URL]",
     )
     group.add_argument(
         "--prefix", metavar="NAME", help="prefix of subjects, streams and buckets [BRIDGE_PREFIX]"

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.options import add_nats_options, open_client
+from consumer_sdk.commands.options import add_shared_options, open_client
 from consumer_sdk.commands.terminal import Paint, columns, printable
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
@@ -26,13 +26,13 @@ def add_arguments(subparsers: Any) -> None:
     )
     schema.add_argument("table", metavar="TABLE")
     schema.add_argument("--json", action="store_true", help="print the schema document")
-    add_nats_options(schema)
+    add_shared_options(schema)
     schema.set_defaults(run=show_schema)
     tables = subparsers.add_parser(
         "tables", help="all published tables", description="List the published tables."
     )
     tables.add_argument("--json", action="store_true", help="print one document on each line")
-    add_nats_options(tables)
+    add_shared_options(tables)
     tables.set_defaults(run=show_tables)
 
 
@@ -49,14 +49,14 @@ async def show_schema(arguments: argparse.Namespace) -> int:
     key = ", ".join(map(printable, schema.primary_key)) or "none"
     print(f"primary key {key}; replica identity {schema.replica_identity}; "
           f"as of {format_lsn(schema.lsn)}")  # fmt: skip
-    rows = [("column", "type", "null", "default", "")]
+    rows = [("column", "type", "null", "default", "identity")]
     rows += [
         (
             printable(column.name),
             printable(column.data_type),
             "yes" if column.is_nullable else "no",
             printable(column.column_default or ""),
-            "identity" if column.is_key else "",
+            "yes" if column.is_key else "",
         )
         for column in schema.columns
     ]

@@ -7,8 +7,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.files import open_writer
-from consumer_sdk.commands.options import add_nats_options, open_client, seconds
+from consumer_sdk.commands.options import add_shared_options, open_client, seconds
 from consumer_sdk.commands.terminal import ProgressBar, printable
+from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.column_types import Column
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
@@ -46,12 +47,13 @@ def add_arguments(subparsers: Any) -> None:
         default=60.0,
         help="give up when nothing has happened for so long, default 60",
     )
-    add_nats_options(parser)
+    add_shared_options(parser)
     parser.set_defaults(run=take)
 
 
 async def take(arguments: argparse.Namespace) -> int:
     """Take a snapshot, write its rows, print what it is."""
+    wanted = _column_names(arguments.columns)
     writer = open_writer(arguments.out)
     bar = ProgressBar(f"snapshot of {arguments.table}")
 
@@ -60,7 +62,6 @@ async def take(arguments: argparse.Namespace) -> int:
         note = f"waits for {waiting}" if waiting else progress.state
         bar.show(progress.rows, progress.estimated_rows, note)
 
-    wanted = arguments.columns.split(",") if arguments.columns else None
     try:
         async with open_client(arguments) as client:
             snapshot = await client.snapshot(
@@ -85,6 +86,17 @@ async def take(arguments: argparse.Namespace) -> int:
     stream = sys.stderr if arguments.out == "-" else sys.stdout
     print(_summary(snapshot, arguments), file=stream)
     return 0
+
+
+def _column_names(listed: str | None) -> list[str] | None:
+    if listed is None:
+        return None
+    names = listed.split(",")
+    if not all(names):
+        raise UsageError("--columns holds an empty name; write it as --columns id,name")
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise UsageError(f"--columns names {', '.join(twice)} twice; name each column once")
+    return names
 
 
 def _summary(snapshot: Snapshot, arguments: argparse.Namespace) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from contextlib import aclosing
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.options import add_nats_options, count, open_client
-from consumer_sdk.commands.terminal import Paint, printable
+from consumer_sdk.commands.options import add_shared_options, count, open_client
+from consumer_sdk.commands.terminal import Paint, printable, reader_left
 from consumer_sdk.wire.envelope import to_json_value
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
@@ -51,12 +52,24 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument(
         "-n", "--count", metavar="N", type=count, help="stop after N lines instead of following"
     )
-    add_nats_options(parser)
+    add_shared_options(parser)
     parser.set_defaults(run=follow)
 
 
 async def follow(arguments: argparse.Namespace) -> int:
-    """Print changes as they come."""
+    """Print changes as they come, for as long as somebody reads them."""
+    printing = asyncio.ensure_future(_print_changes(arguments))
+    leaving = asyncio.ensure_future(reader_left(sys.stdout))
+    try:
+        await asyncio.wait([printing, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return printing.result() if printing.done() else 0
+    finally:
+        printing.cancel()
+        leaving.cancel()
+        await asyncio.wait([printing, leaving])
+
+
+async def _print_changes(arguments: argparse.Namespace) -> int:
     write = _json_line if arguments.json else _text_line(Paint(sys.stdout))
     left: int | None = arguments.count
     async with open_client(arguments) as client:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import select
 import shutil
 import sys
 import time
@@ -21,6 +23,7 @@ _CODES: Final = {
     "bold": "1",
 }
 _REDRAW_SECONDS: Final = 0.1
+_LOOK_SECONDS: Final = 0.25
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -28,6 +31,26 @@ def is_terminal(stream: TextIO) -> bool:
     try:
         return stream.isatty()
     except ValueError:  # closed
+        return False
+
+
+async def reader_left(stream: TextIO) -> None:
+    """Wait until nobody can read the stream any more: the other end of its pipe is closed.
+
+    Only writing would tell it otherwise, and a quiet table gives nothing to write.
+    """
+    while not _is_left(stream):  # noqa: ASYNC110
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _is_left(stream: TextIO) -> bool:
+    if sys.platform == "win32":
+        return False
+    try:
+        watch = select.poll()
+        watch.register(stream.fileno(), 0)
+        return bool(watch.poll(0))
+    except (OSError, ValueError):  # not a file
         return False
 
 

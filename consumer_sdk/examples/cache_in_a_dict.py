@@ -1,10 +1,10 @@
 """Keep a table in memory, always current: python -m consumer_sdk.examples.cache_in_a_dict users"""
 
 import asyncio
-import sys
 from typing import Any
 
 from consumer_sdk import Event, connect
+from consumer_sdk.examples.command_line import arguments
 
 Cache = dict[tuple[Any, ...], dict[str, Any]]
 
@@ -35,4 +35,5 @@ async def keep(table: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(keep(sys.argv[1]))
+    with arguments(__doc__, 1) as given:
+        asyncio.run(keep(given[0]))

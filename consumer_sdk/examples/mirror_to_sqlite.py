@@ -1,9 +1,9 @@
 """Keep tables in an SQLite file: python -m consumer_sdk.examples.mirror_to_sqlite shop.db users"""
 
 import asyncio
-import sys
 
 from consumer_sdk import connect
+from consumer_sdk.examples.command_line import arguments
 from consumer_sdk.mirror import mirror
 
 
@@ -14,4 +14,5 @@ async def keep(path: str, tables: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(keep(sys.argv[1], sys.argv[2:]))
+    with arguments(__doc__, 1) as given:
+        asyncio.run(keep(given[0], given[1:]))

@@ -1,7 +1,4 @@
-"""Deliver each `SELECT pg_logical_emit_message(true, 'outbox', …)` to a URL, at least once.
-
-python -m consumer_sdk.examples.outbox_handler http://localhost:8000/orders outbox.position
-"""
+"""Deliver an outbox to a URL: python -m consumer_sdk.examples.outbox_handler URL POSITION_FILE"""
 
 import sys
 import time
@@ -10,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from consumer_sdk import Event, sync
+from consumer_sdk.examples.command_line import arguments
 
 
 def post(url: str, event: Event) -> None:
@@ -20,7 +18,7 @@ def post(url: str, event: Event) -> None:
 
 
 def deliver(url: str, place: Path) -> None:
-    """Deliver in order, retry each until it is taken, and remember how far it is."""
+    """Deliver each pg_logical_emit_message(true, 'outbox', …) in order, at least once."""
     with sync.connect() as cdc:
         seen = place.read_text() if place.exists() else ""
         for stored in cdc.messages("outbox", after=int(seen) if seen else "start"):
@@ -36,4 +34,5 @@ def deliver(url: str, place: Path) -> None:
 
 
 if __name__ == "__main__":
-    deliver(sys.argv[1], Path(sys.argv[2]))
+    with arguments(__doc__, 2) as given:
+        deliver(given[0], Path(given[1]))

@@ -1,9 +1,9 @@
 """Print every change as it happens: python -m consumer_sdk.examples.print_changes users orders"""
 
 import asyncio
-import sys
 
 from consumer_sdk import connect, format_lsn
+from consumer_sdk.examples.command_line import arguments
 
 
 async def print_changes(tables: list[str]) -> None:
@@ -18,4 +18,5 @@ async def print_changes(tables: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(print_changes(sys.argv[1:]))
+    with arguments(__doc__) as given:
+        asyncio.run(print_changes(given))

@@ -11,11 +11,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.options import add_nats_options, open_client, seconds
+from consumer_sdk.commands.options import add_shared_options, open_client, seconds
 from consumer_sdk.commands.terminal import is_terminal, printable
 from consumer_sdk.errors import UsageError
 from consumer_sdk.mirror.runner import Mirror
-from consumer_sdk.mirror.target_url import display_url, open_target
+from consumer_sdk.mirror.table_side import require_conninfo
+from consumer_sdk.mirror.target_url import display_url, open_target, split_url
 from consumer_sdk.mirror.verify import verify
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
@@ -31,6 +32,7 @@ REDRAW_SECONDS = 0.5
 REPORT_SECONDS = 10.0
 INTERRUPTED = 130
 SHOWN_KEYS = 20
+_PASSWORDS = "a password is better kept in PGPASSWORD or ~/.pgpass"
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -46,7 +48,10 @@ def add_arguments(subparsers: Any) -> None:
         "--all", action="store_true", help="every published table, also those published later"
     )
     mirror.add_argument(
-        "--into", metavar="URL", required=True, help="sqlite:///PATH or postgresql://…"
+        "--into",
+        metavar="URL",
+        required=True,
+        help=f"sqlite:///PATH or postgresql://…; {_PASSWORDS}",
     )
     mirror.add_argument(
         "--once", action="store_true", help="end when everything stored at the start is applied"
@@ -54,7 +59,7 @@ def add_arguments(subparsers: Any) -> None:
     mirror.add_argument(
         "--fresh", action="store_true", help="build the tables anew, from new snapshots"
     )
-    add_nats_options(mirror)
+    add_shared_options(mirror)
     mirror.set_defaults(run=run_mirror)
     compare = subparsers.add_parser(
         "verify",
@@ -64,7 +69,10 @@ def add_arguments(subparsers: Any) -> None:
     )
     compare.add_argument("tables", metavar="TABLE", nargs="+")
     compare.add_argument(
-        "--source", metavar="DSN", required=True, help="the source; needs a role with REPLICATION"
+        "--source",
+        metavar="DSN",
+        required=True,
+        help=f"the source; needs a role with REPLICATION; {_PASSWORDS}",
     )
     compare.add_argument(
         "--replica", metavar="URL", required=True, help="sqlite:///PATH or postgresql://…"
@@ -77,14 +85,16 @@ def add_arguments(subparsers: Any) -> None:
         help="how long to wait for open transactions and for the bridge, default 60",
     )
     compare.add_argument("--json", action="store_true", help="print one JSON document")
-    add_nats_options(compare)
+    add_shared_options(compare)
     compare.set_defaults(run=run_verify)
 
 
 async def run_mirror(arguments: argparse.Namespace) -> int:
     """Mirror tables as the arguments say."""
-    if bool(arguments.tables) == arguments.all:
-        raise UsageError("name the tables to mirror, or --all")
+    if arguments.tables and arguments.all:
+        raise UsageError("--all is every table already; name some tables, or give --all, not both")
+    if not arguments.tables and not arguments.all:
+        raise UsageError("name the tables to mirror, or give --all; see cdc mirror --help")
     target = open_target(arguments.into)
     screen = Screen(display_url(arguments.into))
     async with open_client(arguments) as client:
@@ -107,6 +117,8 @@ async def run_verify(arguments: argparse.Namespace) -> int:
     def waiting(reason: str) -> None:
         print(f"cdc: {reason}", file=sys.stderr)
 
+    require_conninfo(arguments.source)
+    split_url(arguments.replica)
     async with open_client(arguments) as client:
         reports = await verify(
             client,
@@ -117,10 +129,12 @@ async def run_verify(arguments: argparse.Namespace) -> int:
             on_wait=waiting,
         )
     if arguments.json:
-        print(json.dumps([_document(report) for report in reports], ensure_ascii=False))
+        lines = [json.dumps([_document(report) for report in reports], ensure_ascii=False)]
     else:
-        for report in reports:
-            print("\n".join(_lines(report)))
+        lines = [line for report in reports for line in _lines(report)]
+    # The exit code is the answer, also for whoever does not read all of it.
+    with contextlib.suppress(BrokenPipeError):
+        print("\n".join(lines), flush=True)
     return 0 if all(report.equal for report in reports) else 1
 
 

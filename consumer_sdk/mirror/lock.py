@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,25 +23,47 @@ else:
 
 
 class FileLock:
-    """An exclusive lock held from `acquire` to `release`; the file itself stays."""
+    """An exclusive lock held from `acquire` to `release`; the file itself may stay."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
 
+    @property
+    def held(self) -> bool:
+        """Whether the lock is ours."""
+        return self._descriptor is not None
+
     def acquire(self) -> bool:
         """Take the lock; False if another process, or another lock of this one, has it."""
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            _lock(descriptor)
-        except OSError:
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                _lock(descriptor)
+            except OSError:
+                os.close(descriptor)
+                return False
+            if self._is_file(descriptor):
+                self._descriptor = descriptor
+                return True
+            # Its last holder has removed it in between: a lock on it keeps nobody out.
             os.close(descriptor)
-            return False
-        self._descriptor = descriptor
-        return True
 
-    def release(self) -> None:
-        """Let go of the lock; idempotent."""
+    def release(self, *, remove: bool = False) -> None:
+        """Let go of the lock, and of its file if that is to leave no trace; idempotent."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
+        if descriptor is None:
+            return
+        if sys.platform == "win32":  # where an open file cannot be removed
             os.close(descriptor)
+        if remove:
+            with suppress(OSError):
+                self._path.unlink()
+        if sys.platform != "win32":
+            os.close(descriptor)
+
+    def _is_file(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False

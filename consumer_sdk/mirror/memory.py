@@ -95,6 +95,9 @@ class MemoryTarget:
     def read_state(self) -> TargetState:
         return TargetState(dict(self._positions), list(self._copies.values()))
 
+    def require_room(self, copies: Sequence[TableCopy]) -> None:
+        """There is always room: nobody else writes here."""
+
     def begin(self) -> None:
         self._steps.clear()
 

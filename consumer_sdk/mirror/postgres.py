@@ -107,6 +107,10 @@ class PostgresEngine:
             yield
         except errors.UniqueViolation as error:
             raise DuplicateKey(_first_line(error)) from error
+        except errors.InsufficientPrivilege as error:
+            raise TargetError(
+                f"{self._name}: {_first_line(error)}; grant that to the role, or use the owner's"
+            ) from error
         except psycopg.Error as error:
             raise TargetError(f"{self._name}: {_first_line(error)}") from error
 
@@ -178,12 +182,14 @@ class PostgresTarget(SqlTarget):
         lock = crc32(b"tailrace mirror")
         if not self._engine.query("SELECT pg_try_advisory_lock(%s)", (lock,))[0][0]:
             raise TargetError(f"{self.name}: another mirror is writing to it")
+        if self._engine.query("SHOW transaction_read_only")[0][0] == "on":
+            raise TargetError(
+                f"{self.name} is read-only; choose a primary that accepts writes, or turn "
+                "default_transaction_read_only off"
+            )
         # Position and rows are in one database: a commit lost in a crash is only repeated.
         self._engine.execute("SET synchronous_commit = off")
-        self.begin()
-        self._engine.execute("CREATE SCHEMA IF NOT EXISTS tailrace")
-        self._create_state()
-        self.commit()
+        self._has_state = self._find_state()
 
     def close(self) -> None:
         opened, self._opened = self._opened, None
@@ -193,10 +199,32 @@ class PostgresTarget(SqlTarget):
 
     def begin(self) -> None:
         self._engine.execute("BEGIN")
+        if not self._has_state:
+            self._create_own_schema()
+            self._create_state()
+
+    def _create_own_schema(self) -> None:
+        try:
+            self._engine.execute("CREATE SCHEMA IF NOT EXISTS tailrace")
+        except TargetError as error:
+            reason = error.__cause__
+            if not isinstance(reason, errors.InsufficientPrivilege):
+                raise
+            info = self._engine.connection.info
+            right = f"CREATE ON DATABASE {quote(info.dbname)} TO {quote(info.user)}"
+            raise TargetError(
+                f"{self.name}: {_first_line(reason)}, where the mirror makes schema tailrace for "
+                f"its state; run: GRANT {right.replace('%%', '%')}"
+            ) from error
 
     def commit(self) -> None:
         self._finish_writers()
         self._engine.execute("COMMIT")
+        self._has_state = True
+
+    def _find_state(self) -> bool:
+        found = self._engine.query("SELECT to_regclass(%s) IS NOT NULL", (self.copies_table,))
+        return bool(found[0][0])
 
     def rollback(self) -> None:
         self._forget_writers()
@@ -253,12 +281,7 @@ class PostgresTarget(SqlTarget):
             "WHERE n.nspname = %s AND c.relname = %s",
             copy.name,
         )
-        ours = self._engine.query(
-            f"SELECT 1 FROM {self.copies_table} "
-            "WHERE table_schema = %s AND table_name = %s AND lane = 'live'",
-            copy.name,
-        )
-        if found and not ours:
+        if found and copy.name not in self.read_state().lane(Lane.LIVE):
             raise TargetError(
                 f"{self.name} already has {format_table_name(*copy.name)}, which this mirror did "
                 "not make; drop or rename it, or choose another database"

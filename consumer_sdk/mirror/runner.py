@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from consumer_sdk.cancellation import stay_cancelled
-from consumer_sdk.errors import GapError, NotAvailable
+from consumer_sdk.errors import GapError, NotAvailable, UsageError
 from consumer_sdk.mirror.bootstrap import Loader
 from consumer_sdk.mirror.decisions import RepairNeeded
 from consumer_sdk.mirror.follower import Follower, Outcome
@@ -25,6 +25,7 @@ from consumer_sdk.mirror.target import Lane, TableCopy, TableName, TargetState
 from consumer_sdk.mirror.target_url import open_target
 from consumer_sdk.mirror.writer import Writer
 from consumer_sdk.schema import resolve_table
+from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from consumer_sdk.mirror.target import Target
     from consumer_sdk.schema import TableName as TableSpelling
     from consumer_sdk.stream import StreamBounds
+    from consumer_sdk.wire.column_types import TableSchema
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Mirror:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror-target")
         self._between_transactions = asyncio.Lock()
         self._stop = asyncio.Event()
+        self._skipped: set[TableName] = set()
         self._repaired_at = 0.0
         self._repairs_in_a_row = 0
 
@@ -124,17 +127,40 @@ class Mirror:
             if name in known and not self._fresh:
                 continue
             schema = schemas.get(name) or await self._client.schema(name)
-            missing.append(TableCopy(schema, Lane.NEXT))
+            if self._has_columns(schema):
+                missing.append(TableCopy(schema, Lane.NEXT))
         for name in known - set(wanted) if self._wanted is not None else ():
             self._tell(Notice("also following", {"table": table_list([name])}))
         if missing:
             await self._write(lambda: self._writer.expect(missing))
+
+    def _has_columns(self, schema: TableSchema) -> bool:
+        """Whether there is anything to mirror; a table that is asked for by name must have it."""
+        name = (schema.schema, schema.table)
+        if schema.columns:
+            return True
+        if self._wanted is not None:
+            raise UsageError(
+                f"table {format_table_name(*name)} has no columns, so there is nothing to mirror; "
+                "leave it out, or add a column"
+            )
+        if name not in self._skipped:
+            self._skipped.add(name)
+            self._tell(
+                Notice(
+                    "table skipped",
+                    {"table": table_list([name]), "reason": "it has no columns"},
+                    warning=True,
+                )
+            )
+        return False
 
     async def _discover(self, names: frozenset[TableName]) -> bool:
         """Expect copies of newly published tables; whether there are any."""
         state = await self._write(self._writer.read_state)
         known = {copy.name for copy in state.copies}
         schemas = [s for s in await self._client.tables() if (s.schema, s.table) in names - known]
+        schemas = [schema for schema in schemas if self._has_columns(schema)]
         if schemas:
             new = [TableCopy(schema, Lane.NEXT) for schema in schemas]
             self._tell(Notice("new tables", {"tables": table_list([copy.name for copy in new])}))

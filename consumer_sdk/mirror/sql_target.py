@@ -37,6 +37,8 @@ class SqlTarget(ABC):
 
     def __init__(self) -> None:
         self._writers: dict[tuple[Lane, TableName], RowWriter] = {}
+        self._has_state = False
+        """Whether the target is a mirror already; until the first commit it may be anything."""
 
     @property
     @abstractmethod
@@ -45,6 +47,14 @@ class SqlTarget(ABC):
     @abstractmethod
     def _physical(self, copy: TableCopy) -> str:
         """The quoted name of a copy's table."""
+
+    @abstractmethod
+    def _find_state(self) -> bool:
+        """Whether there are tables of a mirror."""
+
+    @abstractmethod
+    def _refuse_foreign(self, copy: TableCopy) -> None:
+        """TargetError if a copy's place is taken by a table that no mirror has made."""
 
     @abstractmethod
     def _create_table(self, copy: TableCopy) -> None:
@@ -71,12 +81,19 @@ class SqlTarget(ABC):
     def read_state(self) -> TargetState:
         """Positions and copies as saved."""
         state = TargetState()
+        if not self._find_state():
+            return state
         query = self._engine.query
         for source, *numbers in query(f"SELECT {_POSITION_COLUMNS} FROM {self.positions_table}"):
             state.positions[source] = MirrorPosition(source, *map(int, numbers))
         for row in query(f"SELECT {_COPY_COLUMNS} FROM {self.copies_table}"):
             state.copies.append(_read_copy(row))
         return state
+
+    def require_room(self, copies: Sequence[TableCopy]) -> None:
+        """Refuse, before anything is changed, if a table of somebody else stands in the way."""
+        for copy in copies:
+            self._refuse_foreign(copy)
 
     def save_position(self, position: MirrorPosition) -> None:
         """Remember the position of its source in place of an earlier one."""

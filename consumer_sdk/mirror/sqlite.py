@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import Column, TableSchema
 
 BUSY_SECONDS = 30.0
+# By the primary result code, https://www.sqlite.org/rescode.html
+_REMEDIES = {
+    sqlite3.SQLITE_NOTADB: "; choose another file",
+    sqlite3.SQLITE_CORRUPT: "; delete the file, or restore it, and mirror anew",
+    sqlite3.SQLITE_CANTOPEN: "; check the rights on the file and on its directory",
+    sqlite3.SQLITE_READONLY: "; check the rights on the file and on its directory",
+    sqlite3.SQLITE_FULL: "; make room, then start again",
+    sqlite3.SQLITE_BUSY: "; end the program that keeps it locked, then start again",
+}
 _ROW_IDS = ("rowid", "_rowid_", "oid")
 _LARGE = frozenset({"bytea", "json", "jsonb", "array", "other"})
 _INDEXED_COLUMNS = 3
@@ -96,7 +105,11 @@ class SqliteEngine:
             yield
         except sqlite3.IntegrityError as error:
             raise DuplicateKey(str(error)) from error
-        except (sqlite3.Error, OverflowError) as error:
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            remedy = _REMEDIES.get(code, "")
+            raise TargetError(f"SQLite file {self._path}: {error}{remedy}") from error
+        except OverflowError as error:
             raise TargetError(f"SQLite file {self._path}: {error}") from error
 
 
@@ -123,6 +136,7 @@ class SqliteTarget(SqlTarget):
         super().__init__()
         self.path = Path(path)
         self._lock = FileLock(self.path.with_name(self.path.name + ".mirror-lock"))
+        self._is_new = False
         self._connection: sqlite3.Connection | None = None
         self._opened: SqliteEngine | None = None
 
@@ -148,6 +162,8 @@ class SqliteTarget(SqlTarget):
         return found
 
     def open(self) -> None:
+        if self.path.is_dir():
+            raise TargetError(f"SQLite file {self.path} is a directory; name a file in it")
         try:
             locked = self._lock.acquire()
         except OSError as error:
@@ -156,6 +172,7 @@ class SqliteTarget(SqlTarget):
             ) from error
         if not locked:
             raise TargetError(f"SQLite file {self.path}: another mirror is writing to it")
+        self._is_new = not self.path.exists()
         try:
             self._connect()
         except BaseException:
@@ -175,6 +192,12 @@ class SqliteTarget(SqlTarget):
             raise TargetError(f"SQLite file {self.path}: {error}") from error
         self._connection = connection
         self._opened = SqliteEngine(self.path, connection)
+        self._has_state = self._find_state()
+        if self._has_state:
+            self._settle_in()
+
+    def _settle_in(self) -> None:
+        """Put the file into the mode of a mirror, which it keeps."""
         mode = self._engine.query("PRAGMA journal_mode = WAL")[0][0]
         if mode != "wal":
             raise TargetError(f"SQLite file {self.path} does not go into WAL mode; move it to disk")
@@ -187,9 +210,6 @@ class SqliteTarget(SqlTarget):
             "foreign_keys = OFF",
         ):
             self._engine.execute(f"PRAGMA {setting}")
-        self.begin()
-        self._create_state()
-        self.commit()
 
     def close(self) -> None:
         connection, self._connection, self._opened = self._connection, None, None
@@ -199,14 +219,23 @@ class SqliteTarget(SqlTarget):
                     connection.rollback()
             connection.close()
         self._forget_writers()
-        self._lock.release()
+        if self._lock.held and self._is_new and not self._has_state:
+            for ending in ("", "-wal", "-shm", "-journal"):
+                self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
+        self._lock.release(remove=not self._has_state)
 
     def begin(self) -> None:
-        self._engine.execute("BEGIN IMMEDIATE")
+        if self._has_state:
+            self._engine.execute("BEGIN IMMEDIATE")
+        else:
+            self._settle_in()
+            self._engine.execute("BEGIN IMMEDIATE")
+            self._create_state()
 
     def commit(self) -> None:
         self._finish_writers()
         self._engine.execute("COMMIT")
+        self._has_state = True
 
     def rollback(self) -> None:
         self._forget_writers()
@@ -238,6 +267,11 @@ class SqliteTarget(SqlTarget):
 
     def _create_table(self, copy: TableCopy) -> None:
         self._refuse_foreign(copy)
+        if not copy.schema.columns:
+            raise TargetError(
+                f"table {format_table_name(*copy.name)} has no columns any more, and SQLite has no "
+                "such tables; add a column"
+            )
         key = key_columns(copy.schema)
         columns = [_definition(column) for column in copy.schema.columns]
         if key:
@@ -254,6 +288,14 @@ class SqliteTarget(SqlTarget):
             index = quote(f"_tailrace_rows:{copy.snapshot_id}:{table_name(*copy.name)}")
             self._engine.execute(f"CREATE INDEX {index} ON {self._physical(copy)} ({listed})")
 
+    def _find_state(self) -> bool:
+        return bool(
+            self._engine.query(
+                "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?",
+                (self.copies_table,),
+            )
+        )
+
     def _refuse_foreign(self, copy: TableCopy) -> None:
         name = table_name(*copy.name)
         found = self._engine.query(
@@ -261,12 +303,7 @@ class SqliteTarget(SqlTarget):
             "WHERE lower(name) = lower(?) AND type IN ('table', 'view')",
             (name,),
         )
-        ours = {
-            table_name(schema, table)
-            for schema, table in self._engine.query(
-                f"SELECT table_schema, table_name FROM {self.copies_table} WHERE lane = 'live'"
-            )
-        }
+        ours = {table_name(*name) for name in self.read_state().lane(Lane.LIVE)} if found else ()
         if found and (found[0][0] not in ours or found[0][0] != name):
             raise TargetError(
                 f"SQLite file {self.path} already has {found[0][0]!r}, which this mirror did not "

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from consumer_sdk.errors import NotAvailable, TargetError
+from consumer_sdk.errors import NotAvailable, TargetError, UsageError
 from consumer_sdk.mirror.canonical import Spelling, to_sqlite
 from consumer_sdk.mirror.evolution import key_columns
 from consumer_sdk.mirror.sqlite import SqliteTarget, quote, table_name
@@ -202,8 +202,12 @@ class Replica:
 
     def _open_sqlite(self) -> TargetState:
         path = Path(self._path)
+        if path.is_dir():
+            raise TargetError(f"replica {path} is a directory; name the SQLite file in it")
         if not path.is_file():
-            raise TargetError(f"there is no replica {path}")
+            raise TargetError(
+                f"there is no replica {path}; make one with cdc mirror, or correct it"
+            )
         try:
             connection = sqlite3.connect(
                 path, isolation_level=None, timeout=30, check_same_thread=False
@@ -221,6 +225,27 @@ class Replica:
         self._postgres = connection
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         return PostgresTarget.reading(self._path, connection)
+
+
+def require_conninfo(dsn: str) -> None:
+    """UsageError for what libpq cannot take as the address of a database; nothing of it is shown.
+
+    An empty one would lead to whatever database happens to be the default.
+    """
+    # Says what to install if psycopg is not there.
+    import consumer_sdk.mirror.postgres  # noqa: F401, isort: skip
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    try:
+        usable = bool(dsn.strip()) and bool(conninfo_to_dict(dsn))
+    except psycopg.Error:
+        usable = False
+    if not usable:
+        raise UsageError(
+            "--source is not the address of a PostgreSQL database; "
+            "write postgresql://user@host/database, or host=… dbname=…"
+        )
 
 
 def connect_postgres(dsn: str, name: str, **options: Any) -> psycopg.Connection[Any]:

@@ -104,7 +104,7 @@ class Target(Protocol):
     """
 
     def open(self) -> None:
-        """Get ready; refuse if another mirror already writes here."""
+        """Get ready; refuse if another mirror already writes here. Nothing is changed yet."""
         ...
 
     def close(self) -> None:
@@ -113,6 +113,10 @@ class Target(Protocol):
 
     def read_state(self) -> TargetState:
         """Positions and copies as saved."""
+        ...
+
+    def require_room(self, copies: Sequence[TableCopy]) -> None:
+        """Refuse, before anything is changed, if a table of somebody else stands in the way."""
         ...
 
     def begin(self) -> None: ...

@@ -39,6 +39,8 @@ def split_url(url: str) -> tuple[str, str]:
     path = unquote(parts.path.removeprefix("/"))
     if parts.netloc or not path:
         raise UsageError(f"sqlite needs three slashes and a file; {_EXPECTED}")
+    if path == ":memory:":
+        raise UsageError(f"a mirror in memory would end with the command; {_EXPECTED}")
     return "sqlite", path
 
 

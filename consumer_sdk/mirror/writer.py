@@ -79,6 +79,8 @@ class Writer:
 
     def expect(self, copies: Iterable[TableCopy]) -> None:
         """Plan next copies, not loaded; an earlier one of the same table is dropped."""
+        copies = list(copies)
+        self._target.require_room(copies)
         self._begin_own()
         for copy in copies:
             self._target.drop(replace(copy, lane=Lane.NEXT))

@@ -86,6 +86,9 @@ def test_schema_shows_columns_and_key(shop: Shop) -> None:
     assert result.returncode == 0, result.stderr
     assert "primary key id; replica identity default" in result.stdout
     assert "timestamp with time zone" in result.stdout
+    lines = [line.split() for line in result.stdout.splitlines()[2:]]
+    assert lines[0] == ["column", "type", "null", "default", "identity"]
+    assert lines[1] == ["id", "integer", "no", "yes"]
     document = json.loads(shop.cdc("schema", 'sales."Odd Table.1"', "--json").stdout)
     assert document["primary_key"] == ["id"]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import nats
 import pytest
 
 import consumer_sdk.examples
@@ -80,6 +83,57 @@ def test_every_example_is_under_40_lines_and_documented(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) < 40
     assert ast.get_docstring(ast.parse(text))
+
+
+@pytest.mark.parametrize("name", ["cache_in_a_dict", "mirror_to_sqlite", "outbox_handler"])
+def test_an_example_without_its_arguments_tells_its_usage(name: str) -> None:
+    module = f"consumer_sdk.examples.{name}"
+    done = subprocess.run(
+        [sys.executable, "-m", module], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"usage: python -m {module} ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("cache_in_a_dict", ["users"]),
+        ("mirror_to_sqlite", ["shop.db", "users"]),
+        ("outbox_handler", ["http://127.0.0.1:1", "place"]),
+        ("print_changes", []),
+    ],
+)
+def test_an_example_ends_quietly_when_interrupted(
+    name: str,
+    arguments: list[str],
+    start: Callable[..., Example],
+    nats_server: NatsServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = consumers(nats_server)
+    example = start(name, *arguments)
+    wait_until(lambda: consumers(nats_server) > before, what=lambda: "\n".join(example.lines()))
+    example.process.send_signal(signal.SIGINT)
+    assert example.process.wait(20) == 0
+    assert example.lines() == []
+
+
+def consumers(server: NatsServer) -> int:
+    """How many readers the server knows."""
+
+    async def count() -> int:
+        client = await nats.connect(server.url)
+        try:
+            return (await client.jetstream().account_info()).consumers
+        finally:
+            await client.close()
+
+    return asyncio.run(count())
 
 
 def test_print_changes_shows_each_transaction(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import TYPE_CHECKING
 
+import nkeys
 import pytest
 
 from consumer_sdk.errors import UsageError
@@ -79,10 +81,26 @@ def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:
 
 
 def test_credentials_are_handed_over(tmp_path: Path) -> None:
+    seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER).decode()
     path = tmp_path / "user.creds"
-    path.write_text("x")
+    path.write_text(
+        "-----BEGIN NATS USER JWT-----\neyJ0\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{seed}\n------END USER NKEY SEED------\n"
+    )
     assert resolve(NATS_CREDS=str(path)).connect_options()["user_credentials"] == str(path)
+    path.write_text(seed + "\n")
     assert resolve(NATS_NKEY=str(path)).connect_options()["nkeys_seed"] == str(path)
+
+
+@pytest.mark.parametrize("content", [b"junk", b"", b"\xff\xfe", b"SUAJUNK"])
+@pytest.mark.parametrize("variable", ["NATS_CREDS", "NATS_NKEY"])
+def test_a_file_without_a_key_is_refused_before_anybody_asks_for_it(
+    tmp_path: Path, variable: str, content: bytes
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=f"{variable}: .* does not hold a NATS key; make one"):
+        resolve(**{variable: str(path)}).connect_options()
 
 
 def test_settings_travel_to_other_processes() -> None:
