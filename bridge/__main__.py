@@ -1,5 +1,5 @@
 """`python -m bridge` is the command `bridge`."""
 
-from tailrace.launch import bridge
+from bridge.launch.commands import bridge
 
 bridge()

@@ -1,8 +1,10 @@
-"""`python -m spark_consumer`."""
+"""`python -m spark_consumer` is the command `spark-consumer`."""
 
 from __future__ import annotations
 
-from tailrace.launch import spark_consumer
+import sys
+
+from spark_consumer.cli import main
 
 if __name__ == "__main__":
-    spark_consumer()
+    sys.exit(main())

@@ -66,10 +66,8 @@ class Programs:
         script = Path(sys.executable).with_name(program)
         if script.is_file():
             return self._start(program, [str(script), *arguments])
-        return self.start_python(
-            program, "-c", f"from tailrace.launch import {ENTRY_POINTS[program]} as run; run()",
-            *arguments,
-        )  # fmt: skip
+        start = f"from bridge.launch import commands; commands.{ENTRY_POINTS[program]}()"
+        return self.start_python(program, "-c", start, *arguments)
 
     def start_python(self, name: str, *arguments: str) -> GuardedProcess:
         """Start this Python interpreter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.process_list import without_secrets
+from bridge.launch.process_list import without_secrets
 
 
 @pytest.mark.parametrize(

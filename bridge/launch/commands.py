@@ -12,8 +12,8 @@ from importlib import import_module
 from os import _exit
 from typing import TYPE_CHECKING, NoReturn
 
-from tailrace.output import OutputLost, close_output, open_output
-from tailrace.process_list import hide_secrets
+from bridge.launch.output import OutputLost, close_output, open_output
+from bridge.launch.process_list import hide_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,0 +1,1 @@
+"""How the commands start and end: the little that must happen before anything else is loaded."""
