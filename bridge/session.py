@@ -174,6 +174,7 @@ class Session:
             registry=registry,
             store=self._schemas,
             writer=self._publisher,
+            has_told=self._reader.has_truncated,
             forget_snapshots=self._forget_snapshots,
             source=settings.slot,
             epoch=self._epoch,

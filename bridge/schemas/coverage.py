@@ -10,6 +10,7 @@ the stream: readers take a new snapshot of the table.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from bridge.errors import Retryable, SourceError
@@ -45,7 +46,7 @@ LEFT JOIN pg_catalog.pg_publication_namespace s ON s.pnpubid = p.oid AND s.pnnsp
 """
 
 _LEAVES = """
-SELECT r.oid::int8, c.oid::int8, c.relfilenode::int8
+SELECT r.oid::int8, c.oid::int8, c.relfilenode::int8, c.xmin::text::int8
 FROM unnest(%s::oid[]) AS r(oid)
 CROSS JOIN LATERAL pg_catalog.pg_partition_tree(r.oid) AS t
 JOIN pg_catalog.pg_class c ON c.oid = t.relid
@@ -87,6 +88,8 @@ class Covered:
     columns: str | None = None
     leaves: dict[str, int] = field(default_factory=dict)
     """Partitions below a published root, by OID, and the files that hold their rows."""
+    changed_by: dict[str, int] = field(default_factory=dict, compare=False)
+    """The transactions that have last changed the partitions; not remembered."""
     is_gone: bool = False
     """Whether it was published once and is not any more."""
     schema_version: int = 0
@@ -95,7 +98,7 @@ class Covered:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Read what `asdict` has written; TypeError or ValueError if it is something else."""
-        known = {one.name for one in fields(cls)}
+        known = {one.name for one in fields(cls)} - {"changed_by"}
         covered = cls(**{name: value for name, value in document.items() if name in known})
         covered.leaves = {str(leaf): int(node) for leaf, node in covered.leaves.items()}
         return covered
@@ -103,7 +106,9 @@ class Covered:
     @property
     def document(self) -> dict[str, Any]:
         """The same for KV."""
-        return asdict(self)
+        document = asdict(self)
+        del document["changed_by"]
+        return document
 
 
 Coverage = dict[str, Covered]
@@ -135,8 +140,9 @@ async def read_coverage(catalog: Catalog, publication: str, server_version: int)
         if is_root:
             roots[relation_id] = covered
     if roots:
-        for root, leaf, filenode in await catalog.rows(_LEAVES, [list(roots)]):
+        for root, leaf, filenode, xid in await catalog.rows(_LEAVES, [list(roots)]):
             roots[root].leaves[str(leaf)] = filenode
+            roots[root].changed_by[str(leaf)] = xid
     return coverage
 
 
@@ -153,11 +159,16 @@ async def has_attached_rows(catalog: Catalog, leaf: str) -> bool:
 
 
 async def unlogged_changes(
-    known: Coverage, found: Coverage, is_filled: Callable[[str], Awaitable[bool]]
+    known: Coverage,
+    found: Coverage,
+    *,
+    is_filled: Callable[[str], Awaitable[bool]],
+    has_told: Callable[[str, int], bool],
 ) -> dict[str, str]:
     """Reasons, by token, why rows of a table are published or not without the log telling.
 
-    `is_filled` tells of a new partition whether it brought rows along.
+    `is_filled` tells of a new partition whether it brought rows along, `has_told` whether the log
+    has a TRUNCATE of the whole table by a transaction.
     """
     changes = {}
     for token, now in found.items():
@@ -166,7 +177,7 @@ async def unlogged_changes(
             continue
         reason = next(_differences(before, now), None)
         if reason is None:
-            reason = await _moved_partitions(before, now, is_filled)
+            reason = await _moved_partitions(before, now, is_filled, partial(has_told, token))
         if reason is not None:
             changes[token] = reason
     return changes
@@ -189,12 +200,24 @@ def _differences(before: Covered, now: Covered) -> Iterator[str]:
         yield ABSENT
 
 
+def rewritten(before: Covered, now: Covered) -> list[str]:
+    """The partitions whose rows are in other files than before."""
+    return [
+        leaf
+        for leaf, filenode in before.leaves.items()
+        if now.leaves.get(leaf, filenode) != filenode
+    ]
+
+
 async def _moved_partitions(
-    before: Covered, now: Covered, is_filled: Callable[[str], Awaitable[bool]]
+    before: Covered,
+    now: Covered,
+    is_filled: Callable[[str], Awaitable[bool]],
+    has_told: Callable[[int], bool],
 ) -> str | None:
     if before.leaves.keys() - now.leaves.keys():
         return "a partition was detached or dropped"
-    if any(now.leaves[leaf] != filenode for leaf, filenode in before.leaves.items()):
+    if not all(has_told(now.changed_by.get(leaf, 0)) for leaf in rewritten(before, now)):
         return "a partition was truncated or rewritten"
     for leaf in now.leaves.keys() - before.leaves.keys():
         if await is_filled(leaf):

@@ -21,6 +21,7 @@ from bridge.schemas.coverage import (
     Covered,
     has_attached_rows,
     read_coverage,
+    rewritten,
     unlogged_changes,
 )
 from bridge.telemetry.logs import event
@@ -83,6 +84,7 @@ class CoverageWatch:
         registry: SchemaRegistry,
         store: SchemaStore,
         writer: GapWriter,
+        has_told: Callable[[str, int], bool],
         forget_snapshots: Callable[[str], Awaitable[None]],
         source: str,
         epoch: int,
@@ -95,6 +97,7 @@ class CoverageWatch:
         self._registry = registry
         self._store = store
         self._writer = writer
+        self._has_told = has_told
         self._forget_snapshots = forget_snapshots
         self._source = source
         self._epoch = epoch
@@ -116,8 +119,14 @@ class CoverageWatch:
     async def _look(self) -> None:
         known = self._known
         found = await read_coverage(self._catalog, self._publication, self._server_version)
+        if any(rewritten(known[token], found[token]) for token in known.keys() & found.keys()):
+            # A TRUNCATE of the whole table does that too: see whether the log tells of one.
+            await self._writer.report(await self._position(), None)
         changes = await unlogged_changes(
-            known, found, lambda leaf: has_attached_rows(self._catalog, leaf)
+            known,
+            found,
+            is_filled=lambda leaf: has_attached_rows(self._catalog, leaf),
+            has_told=self._has_told,
         )
         gone = {
             token
@@ -125,8 +134,7 @@ class CoverageWatch:
             if token not in found and not (token in known and known[token].is_gone)
         }
         if changes or gone:
-            (row,) = await self._catalog.rows(_POSITION)
-            await self._announce(changes, found, parse_lsn(row[0]))
+            await self._announce(changes, found, await self._position())
         for token in gone:
             await self._release(token)
         for token in (known.keys() | gone) - found.keys():
@@ -139,6 +147,11 @@ class CoverageWatch:
         if found != self._saved:
             await self._save(found)
         self._known = found
+
+    async def _position(self) -> int:
+        """The end of the log."""
+        (row,) = await self._catalog.rows(_POSITION)
+        return parse_lsn(row[0])
 
     async def _announce(self, changes: dict[str, str], found: Coverage, lsn: int) -> None:
         """Tell readers; returns when the stream has it, and everything that came before."""

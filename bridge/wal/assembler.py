@@ -11,6 +11,7 @@ ordinal of their own, so that a reader of changes never misses a number.
 
 from __future__ import annotations
 
+from collections import deque
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - an exception, whatever its case
 from typing import TYPE_CHECKING, Any, Final
@@ -48,6 +49,7 @@ on nothing but the transaction."""
 HELD_MESSAGE_BYTES: Final = 1024 * 1024
 HEADER_ALLOWANCE: Final = 2048
 """Room for headers below the server's payload limit; ids of the longest names take 500 bytes."""
+KEPT_TRUNCATIONS: Final = 1000
 END_ALLOWANCE: Final = 64
 """What the last message of a transaction has more than the others."""
 
@@ -81,6 +83,8 @@ class Assembler:
         self.out_bytes = 0
         self.is_open = False
         """Whether the final item of `out` may still turn out to be the last of its transaction."""
+        self.truncations: deque[tuple[str, int]] = deque(maxlen=KEPT_TRUNCATIONS)
+        """The last tables truncated, and by which transactions."""
         self.in_transaction = False
         self.commit_lsn = 0
         self.complete_lsn = 0
@@ -569,6 +573,9 @@ class Assembler:
             self._emit(parts, seq, msg_id, message(SHARED_FIELDS, parts.shared, fields), 0)
 
     def _truncate(self, message: Truncate) -> None:
+        for relation_id in message.relation_ids:
+            if relation_id in self.relations:
+                self.truncations.append((self.relations[relation_id].token, self._xid))
         if self._skip_all:
             if self._impossible:
                 raise self._broken(self.commit_lsn)

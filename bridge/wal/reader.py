@@ -79,6 +79,10 @@ class WalReader:
             return 0, self._received_lsn
         return max(assembler.complete_lsn, self._keepalive_lsn), self._received_lsn
 
+    def has_truncated(self, token: str, xid: int) -> bool:
+        """Whether the log has shown that a transaction truncated a table."""
+        return (token, xid) in self._assembler.truncations
+
     async def run(self) -> None:
         """Move changes from the socket to the ring until stopped."""
         stopping = asyncio.ensure_future(self._stopping.wait())

@@ -93,7 +93,7 @@ async def test_rows_that_partitions_bring_or_take_are_a_gap(
     wait_until(is_equal, 30, mirror.log_text)
 
 
-async def test_new_partitions_and_what_is_written_to_them_are_no_gap(
+async def test_new_partitions_and_a_truncate_of_the_whole_are_no_gap(
     partitioned: Database, bridge_process: Callable[..., BridgeProcess], cdc: CdcLog
 ) -> None:
     bridge_process()
@@ -101,9 +101,13 @@ async def test_new_partitions_and_what_is_written_to_them_are_no_gap(
     partitioned.execute("CREATE TABLE part4 PARTITION OF part FOR VALUES FROM (300) TO (400)")
     partitioned.execute("INSERT INTO part VALUES (301, 'new')")
     partitioned.execute("ANALYZE part1")
+    partitioned.execute("TRUNCATE part")
+    partitioned.execute("INSERT INTO part VALUES (1, 'anew')")
 
     async def noticed() -> bool:
-        return await remembered(cdc, partitioned) != before
+        then, now = before["tables"]["part"]["leaves"], await remembered(cdc, partitioned)
+        leaves = now["tables"]["part"]["leaves"]
+        return len(leaves) == 3 and all(leaves[leaf] != node for leaf, node in then.items())
 
     await eventually(noticed)
     assert await gaps(cdc) == []

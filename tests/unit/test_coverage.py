@@ -11,6 +11,7 @@ import pytest
 from bridge.schemas.coverage import Covered, unlogged_changes
 
 USERS = Covered("public", "users", 7, "iudt", 16384, entry=9, row_filter="(id > 1)", columns="1 2")
+TOLD = 777
 ROOT = Covered("public", "part", 7, "iudt", 16390, leaves={"1": 10, "2": 20})
 
 
@@ -18,7 +19,14 @@ def changes(before: Covered, now: Covered, filled: frozenset[str] = frozenset())
     async def is_filled(leaf: str) -> bool:
         return leaf in filled
 
-    found = asyncio.run(unlogged_changes({"t": before}, {"t": now}, is_filled))
+    found = asyncio.run(
+        unlogged_changes(
+            {"t": before},
+            {"t": now},
+            is_filled=is_filled,
+            has_told=lambda token, xid: (token, xid) == ("t", TOLD),
+        )
+    )
     return found.get("t")
 
 
@@ -43,7 +51,8 @@ def test_a_table_that_is_back_is_a_change_and_a_new_one_is_none() -> None:
     async def never(_: str) -> bool:
         raise AssertionError
 
-    assert asyncio.run(unlogged_changes({}, {"t": USERS}, never)) == {}
+    nothing = unlogged_changes({}, {"t": USERS}, is_filled=never, has_told=lambda *_: False)
+    assert asyncio.run(nothing) == {}
 
 
 def test_another_publication_is_judged_by_what_it_covers() -> None:
@@ -67,6 +76,14 @@ def test_partitions_that_bring_or_take_rows_are_a_change(
 ) -> None:
     found = changes(ROOT, replace(ROOT, leaves=leaves), frozenset(filled))
     assert (reason in found) if reason and found else found is reason
+
+
+def test_a_truncate_that_the_log_tells_of_is_no_change() -> None:
+    emptied = {"1": 11, "2": 21}
+    told = replace(ROOT, leaves=emptied, changed_by={"1": TOLD, "2": TOLD})
+    assert changes(ROOT, told) is None
+    mixed = replace(ROOT, leaves=emptied, changed_by={"1": TOLD, "2": TOLD + 1})
+    assert "truncated" in (changes(ROOT, mixed) or "")
 
 
 def test_what_is_remembered_is_read_as_it_was() -> None:
