@@ -102,7 +102,15 @@ async def test_a_deleted_stream_is_found(recorded, cdc, check, bridge_process):
     name = cdc.subjects.cdc_stream
     await cdc.client.jetstream().delete_stream(name)
     assert_foretold(check, bridge_process, f"stream {name} is gone")
-    # The bridge has made it anew before it stopped.
+    # The bridge has left it so.
+    assert_foretold(check, bridge_process, f"stream {name} is gone")
+
+
+async def test_a_stream_that_was_created_again_is_found(recorded, cdc, check, bridge_process):
+    js = cdc.client.jetstream()
+    config = (await js.stream_info(cdc.subjects.cdc_stream)).config
+    await js.delete_stream(cdc.subjects.cdc_stream)
+    await js.add_stream(config)
     assert_foretold(check, bridge_process, "the CDC stream was deleted and created again")
 
 

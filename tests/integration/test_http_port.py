@@ -94,6 +94,8 @@ async def test_health_fails_once_nothing_is_retrying(served: Served) -> None:
 
 async def test_ready_only_while_streaming_and_a_standby_says_so(served: Served) -> None:
     served.stats.state = "streaming"
+    assert await served.ask("/ready") == (503, '{"ready": false, "state": "streaming"}\n')
+    served.stats.nats_connected = True
     assert await served.ask("/ready") == (200, '{"ready": true, "state": "streaming"}\n')
     served.stats.state = "standby"
     assert await served.ask("/ready") == (503, '{"ready": false, "state": "standby"}\n')

@@ -82,7 +82,7 @@ async def test_a_stream_that_lost_what_it_held_is_noticed(database, cdc, bridge_
     js = cdc.client.jetstream()
     if how == "delete":
         await js.delete_stream(cdc.subjects.cdc_stream)
-        assert_at_risk(bridge_process(wait=False), "deleted and created again")
+        assert_at_risk(bridge_process(wait=False), f"stream {cdc.subjects.cdc_stream} is gone")
         bridge = bridge_process("--on-gap=new-epoch")
         assert bridge.status()["epoch"] > epoch
     else:
