@@ -47,6 +47,7 @@ def decide(
     stream_created_us: int,
     stream_last_seq: int,
     tail_id: str | None = None,
+    is_new_slot: bool = False,
 ) -> Continuity:
     """Compare the record with slot, server and stream.
 
@@ -68,8 +69,9 @@ def decide(
                 "while recorded changes were not yet confirmed"
             )
     if gap is None and slot_lsn > recorded:
+        found = "the slot was gone and a new one" if is_new_slot else "the slot"
         gap = (
-            f"the slot stands at {format_lsn(slot_lsn)}, "
+            f"{found} stands at {format_lsn(slot_lsn)}, "
             f"the stream records only up to {format_lsn(recorded)}"
         )
     if gap is None and server.flushed_lsn < recorded:

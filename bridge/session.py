@@ -290,15 +290,10 @@ class Session:
             stream_created_us=stream.created_us,
             stream_last_seq=max(stream.last_seq, standing.fence.sequence),
             tail_id=tail_id,
+            is_new_slot=self._is_new_slot,
         )
         if self._known_gap is not None and decision.gap is None:
             return Continuity(Resume(), gap=self._known_gap)
-        if self._is_new_slot and decision.gap is not None:
-            gone = (
-                f"slot {self._settings.slot} was gone, and the changes since "
-                f"{format_lsn(record.recorded_lsn)} with it"
-            )
-            return replace(decision, gap=gone)
         return decision
 
     def _choose_epoch(self, record: Record, decision: Continuity) -> int:
