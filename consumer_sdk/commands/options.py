@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
 from consumer_sdk.client import connect
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from consumer_sdk.client import Client
+
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?")
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +35,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--timeout",
-        metavar="SECONDS",
+        metavar="TIME",
         type=seconds,
         default=10.0,
         help="how long to wait for NATS, default 10",
@@ -49,13 +53,13 @@ def open_client(arguments: argparse.Namespace) -> AbstractAsyncContextManager[Cl
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds, as an argument type."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    """A time as an argument type: seconds, or with a unit as in `500ms`, `10s`, `2m`."""
+    match = _TIME.fullmatch(text.strip())
+    value = float(match[1]) * _UNITS[match[2] or "s"] if match else 0.0
     if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"not a number of seconds: {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"not a time: {text!r}; write a positive number of seconds, or 500ms, 10s, 2m"
+        )
     return value
 
 

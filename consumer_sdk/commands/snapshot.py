@@ -42,7 +42,7 @@ def add_arguments(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument(
         "--stall-timeout",
-        metavar="SECONDS",
+        metavar="TIME",
         type=seconds,
         default=60.0,
         help="give up when nothing has happened for so long, default 60",

@@ -79,7 +79,7 @@ def add_arguments(subparsers: Any) -> None:
     )
     compare.add_argument(
         "--wait",
-        metavar="SECONDS",
+        metavar="TIME",
         type=seconds,
         default=60.0,
         help="how long to wait for open transactions and for the bridge, default 60",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from consumer_sdk.cli import run
+from consumer_sdk.commands.options import seconds
 from consumer_sdk.version import __version__
 
 if TYPE_CHECKING:
@@ -101,3 +102,10 @@ def test_a_server_without_jetstream_is_told_at_once(
     began = time.monotonic()
     assert "JetStream is not enabled on this NATS" in refused(3, *command)
     assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2.5", 2.5), ("500ms", 0.5), ("10s", 10.0), ("2m", 120.0), ("1h", 3600)]
+)
+def test_times_are_written_as_for_the_bridge(text: str, expected: float) -> None:
+    assert seconds(text) == expected
