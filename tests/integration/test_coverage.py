@@ -54,7 +54,6 @@ def partitioned(database: Database) -> Database:
     return database
 
 
-@both_versions
 @pytest.mark.parametrize(
     ("statements", "reason"),
     [
@@ -93,6 +92,7 @@ async def test_rows_that_partitions_bring_or_take_are_a_gap(
     wait_until(is_equal, 30, mirror.log_text)
 
 
+@both_versions
 async def test_new_partitions_and_a_truncate_of_the_whole_are_no_gap(
     partitioned: Database, bridge_process: Callable[..., BridgeProcess], cdc: CdcLog
 ) -> None:
