@@ -68,7 +68,9 @@ def refuse_shutdown(
         return 403, foreign
     if admin_token:
         scheme, _, given = headers.get("Authorization", "").partition(" ")
-        matches = hmac.compare_digest(given.strip().encode(), admin_token.encode())
+        # Bytes of a header that are no UTF-8 come as lone surrogates.
+        sent = given.strip().encode(errors="surrogateescape")
+        matches = hmac.compare_digest(sent, admin_token.encode())
         if scheme.lower() != "bearer" or not matches:
             return 401, "a valid bearer token is needed"
         return None

@@ -170,6 +170,7 @@ HTTP_SEEDS: Sequence[bytes] = (
     b"GET /status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
     b"GET /streams/info?stream=CDC HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"POST /shutdown HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer x\r\n\r\n",
+    b"POST /shutdown HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n",
     b"POST /shutdown HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 )
 

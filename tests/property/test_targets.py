@@ -111,5 +111,6 @@ pieces = st.sampled_from(
 @example(targets.HTTP_SEEDS[1])
 @example(targets.HTTP_SEEDS[2])
 @example(targets.HTTP_SEEDS[3])
+@example(targets.HTTP_SEEDS[4])
 def test_the_http_port_may_be_sent_anything(http: targets.HttpTarget, data: bytes) -> None:
     http(data)

@@ -74,6 +74,7 @@ def test_nobody_else_may_shut_down_without_token(headers: dict[str, str], peer: 
         "token",
         "Bearer tokenx",
         "Bearer töken",
+        "Bearer \udcff",
     ],
 )
 def test_with_a_token_configured_anything_else_is_refused_even_locally(authorization: str) -> None:
