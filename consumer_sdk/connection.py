@@ -19,7 +19,7 @@ from nats.aio.client import Client as NatsClient
 
 from consumer_sdk.errors import AccessDenied, NotAvailable
 from consumer_sdk.frame_parser import FrameParser
-from consumer_sdk.wire.server_address import ServerAddress, TlsNotOffered, require_tls
+from consumer_sdk.wire.server_address import KeptTls, TlsNotOffered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -63,11 +63,8 @@ class NoJetStream(NotAvailable):
         super().__init__(message)
 
 
-class LogConnection(NatsClient):
-    """nats-py's client plus taps and JetStream calls as plain JSON; TLS, once asked for, is kept.
-
-    nats-py itself takes what the server offers: without TLS it would send the password as it is.
-    """
+class LogConnection(KeptTls, NatsClient):
+    """nats-py's client plus taps and JetStream calls as plain JSON."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,18 +74,6 @@ class LogConnection(NatsClient):
         self.latest_error: Exception | None = None
         self.error_count = 0
         self.refused: asyncio.Future[Exception] | None = None
-
-    def _setup_server_pool(self, connect_url: list[str]) -> None:
-        super()._setup_server_pool(connect_url)
-        for server in self._server_pool:
-            server.uri = ServerAddress.of(server.uri)
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        # The first INFO comes before anything is sent; nats-py looks at `tls_required` afterwards.
-        server = self._current_server
-        if initial_connection and self.options.get("tls") is not None and server is not None:
-            require_tls(server.uri, info)
-        await super()._process_info(info, initial_connection)
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes

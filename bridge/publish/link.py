@@ -13,11 +13,10 @@ from nats.aio.client import Client
 
 from bridge.errors import BrokerError, Retryable, SettingsError
 from consumer_sdk.wire.server_address import (
-    ServerAddress,
+    KeptTls,
     TlsNotOffered,
     asks_for_tls,
     never_encrypted,
-    require_tls,
 )
 
 if TYPE_CHECKING:
@@ -42,24 +41,11 @@ class NatsAway(nats.errors.OutboundBufferLimitError):
         return "NATS is away"
 
 
-class Link(Client):
+class Link(KeptTls, Client):
     """A client without a buffer for what is sent while it reconnects, and which says so.
 
-    nats-py calls that an exceeded buffer limit, which sends people looking for a buffer. It also
-    takes what the server offers: without TLS, though asked for, it would send the password bare.
+    nats-py calls that an exceeded buffer limit, which sends people looking for a buffer.
     """
-
-    def _setup_server_pool(self, connect_url: list[str]) -> None:
-        super()._setup_server_pool(connect_url)
-        for server in self._server_pool:
-            server.uri = ServerAddress.of(server.uri)
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        # The first INFO comes before anything is sent; nats-py looks at `tls_required` afterwards.
-        server = self._current_server
-        if initial_connection and self.options.get("tls") is not None and server is not None:
-            require_tls(server.uri, info)
-        await super()._process_info(info, initial_connection)
 
     async def publish(self, *arguments: Any, **options: Any) -> None:
         try:

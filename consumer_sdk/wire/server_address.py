@@ -57,3 +57,26 @@ def require_tls(server: ParseResult, info: dict[str, Any]) -> None:
     if not info.get("tls_required") and not info.get("tls_available"):
         raise TlsNotOffered(server.netloc.rpartition("@")[2])
     info["tls_required"] = True
+
+
+class KeptTls:
+    """Put before nats-py's client: TLS is kept once asked for, `%40` in a password is an @.
+
+    nats-py itself takes what the server offers: without TLS it would send the password as it is.
+    """
+
+    options: dict[str, Any]
+    _current_server: Any
+    _server_pool: list[Any]
+
+    def _setup_server_pool(self, connect_url: list[str]) -> None:
+        super()._setup_server_pool(connect_url)  # type: ignore[misc]
+        for server in self._server_pool:
+            server.uri = ServerAddress.of(server.uri)
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        # The first INFO comes before anything is sent; nats-py looks at `tls_required` afterwards.
+        server = self._current_server
+        if initial_connection and self.options.get("tls") is not None and server is not None:
+            require_tls(server.uri, info)
+        await super()._process_info(info, initial_connection)  # type: ignore[misc]
