@@ -27,7 +27,7 @@ from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing, Oversized, Sc
 from bridge.publish.record import is_counted, is_held
 from bridge.publish.streams import ApiError, stream_state
 from bridge.telemetry.logs import event
-from bridge.telemetry.stats import StatusWarning, TableStats
+from bridge.telemetry.stats import MESSAGE_TOKENS, StatusWarning
 from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
 from consumer_sdk.wire.message_id import message_id
 
@@ -54,8 +54,6 @@ log = logging.getLogger("bridge.publish")
 IDLE_SECONDS = 1.0
 KEEP_SECONDS = 1.0
 RETRY_SECONDS = 2.0
-MOST_COUNTERS = 1000
-MESSAGE_TOKENS = "$message."
 
 
 class NatsAway(Exception):
@@ -425,13 +423,7 @@ class Publisher:
 
     def _count(self, token: str, rows: int, ts: int) -> None:
         """Count stored events of one table, or of one prefix of logical messages."""
-        counters = self._stats.per_table
-        table = counters.get(token)
-        if table is None:
-            if len(counters) >= MOST_COUNTERS and token.startswith(MESSAGE_TOKENS):
-                # Prefixes are free text: one per order or user must not fill memory and metrics.
-                token = MESSAGE_TOKENS + "*"
-            table = counters.setdefault(token, TableStats())
+        table = self._stats.table(token)
         table.events += rows
         table.last_ts = ts
 

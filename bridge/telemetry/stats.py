@@ -13,6 +13,8 @@ from typing import Literal
 State = Literal["starting", "standby", "streaming", "reconnecting", "draining", "stopped", "failed"]
 SnapshotState = Literal["waiting", "copying", "done", "failed", "cancelled"]
 
+MOST_COUNTERS = 1000
+MESSAGE_TOKENS = "$message."
 LATENCY_BOUNDS_SECONDS = (
     0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.048, 0.064, 0.1, 0.15,
     0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
@@ -146,10 +148,13 @@ class BridgeStats:
         return time.monotonic() - self.started_monotonic
 
     def table(self, token: str) -> TableStats:
-        """The counters of a table, created when first asked for."""
+        """The counters of a table or of a prefix of messages, created when first asked for."""
         found = self.per_table.get(token)
         if found is None:
-            found = self.per_table[token] = TableStats()
+            if len(self.per_table) >= MOST_COUNTERS and token.startswith(MESSAGE_TOKENS):
+                # Prefixes are free text: one per order or user must not fill memory and metrics.
+                token = MESSAGE_TOKENS + "*"
+            found = self.per_table.setdefault(token, TableStats())
         return found
 
     def warn(

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bridge.telemetry.metrics import OTHER_TABLES, TABLES_SHOWN, registry_for, render
-from bridge.telemetry.stats import BridgeStats
+from bridge.telemetry.stats import MOST_COUNTERS, BridgeStats
 
 PROMISED = [
     "bridge_uptime_seconds",
@@ -185,3 +185,12 @@ def test_odd_table_names_survive_the_exposition_format() -> None:
     stats = BridgeStats()
     stats.table('a"b\\c\nd').events = 1
     assert value(stats, "bridge_table_events_total", table='a"b\\c\nd') == 1
+
+
+def test_prefixes_of_messages_do_not_fill_memory() -> None:
+    stats = BridgeStats()
+    for number in range(3000):
+        stats.table(f"$message.order-{number}").events += 1
+    stats.table("one more table").events += 1
+    assert len(stats.per_table) == MOST_COUNTERS + 2
+    assert stats.per_table["$message.*"].events == 3000 - MOST_COUNTERS
