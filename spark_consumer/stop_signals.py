@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import threading
 from contextlib import contextmanager
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, TypeVar
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _LEAVE_SECONDS: Final = 2.0
+_DONE: Final = 0
 
 
 class Interrupted(Exception):
@@ -37,24 +38,24 @@ def run_attended(work: Callable[[], T], ask: Callable[[], bool], force: Callable
     At the first signal `ask` may arrange for an end in good order and say so; otherwise, and at the
     second signal, `force` takes from the work what it stands on and Interrupted is raised.
     """
-    # The one queue whose put may interrupt its own get.
-    heard: SimpleQueue[int | None] = SimpleQueue()
     results: list[T] = []
     failures: list[BaseException] = []
 
-    def run() -> None:
+    def run(told: socket.socket) -> None:
         try:
             results.append(work())
         except BaseException as error:  # noqa: BLE001
             failures.append(error)
         finally:
-            heard.put(None)
+            told.send(bytes([_DONE]))
 
-    thread = threading.Thread(target=run, name="tailrace-work", daemon=True)
     asked = False
-    with _hearing(heard):
+    with _hearing() as (told, heard):
+        thread = threading.Thread(target=run, args=[told], name="tailrace-work", daemon=True)
         thread.start()
-        while (number := heard.get()) is not None:
+        while (number := heard.recv(1)[0]) != _DONE:
+            if number not in _SIGNALS:
+                continue
             if not asked and ask():
                 asked = True
                 continue
@@ -69,20 +70,30 @@ def run_attended(work: Callable[[], T], ask: Callable[[], bool], force: Callable
 
 
 @contextmanager
-def _hearing(heard: SimpleQueue[int | None]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _hearing() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a pipe: into the first goes the number of every signal.
 
-    def hear(number: int, _frame: FrameType | None) -> None:
-        heard.put(number)
+    The system may hand a signal to any thread, the second of two in a row mostly. Only what is
+    written at once, by whichever thread has it, is sure to wake one that waits.
+    """
+    told, heard = socket.socketpair()
+    with told, heard:
+        told.setblocking(False)
+        if threading.current_thread() is not threading.main_thread():
+            yield told, heard
+            return
+        before = {number: signal.signal(number, _to_the_pipe) for number in _SIGNALS}
+        descriptor = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+        try:
+            yield told, heard
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    before = {number: signal.signal(number, hear) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+def _to_the_pipe(_number: int, _frame: FrameType | None) -> None:
+    """Python passes signals on only where it has a handler."""
 
 
 def _fall_silent() -> None:
