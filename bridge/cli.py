@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from bridge.errors import BridgeError, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
+
+log = logging.getLogger("bridge")
 
 COMMANDS = ("run", "check", "config", "drop", "demo")
 
@@ -208,12 +211,14 @@ def _require_addresses(settings: config.Settings) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from bridge.service import Service
-    from bridge.telemetry.logs import configure_logging
+    from bridge.telemetry.logs import configure_logging, event
 
     settings = _settings(options)
     config.require(settings, "slot", "pub")
     _require_addresses(settings)
     configure_logging(settings.log_level, settings.log_format)  # type: ignore[arg-type]
+    for name, meant in config.misspelled():
+        event(log, "unknown variable", level=logging.WARNING, variable=name, meant=meant)
 
     async def serve() -> None:
         await Service(settings).run()
@@ -224,6 +229,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _config(options: argparse.Namespace) -> int:
+    for name, meant in config.misspelled():
+        print(f"bridge: {name} is no setting; {meant} is", file=sys.stderr)
     rows = config.masked(_settings(options))
     if options.as_json:
         print(json.dumps({name: {"value": v, "origin": o} for name, v, o in rows}, indent=2))

@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 from urllib.parse import urlsplit
@@ -366,6 +367,18 @@ def load(
     settings = Settings(**values, origins=origins)
     _check_together(settings)
     return settings
+
+
+def misspelled(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Variables that are no setting but look much like one, and the one meant."""
+    known = [name for item in definitions() for name in environment_names(item)]
+    known.append("BRIDGE_CONFIG")
+    found = []
+    for name in sorted(set(os.environ if environ is None else environ) - set(known)):
+        # What else begins so belongs to others: Kubernetes names its services in this manner.
+        if name.startswith("BRIDGE_"):
+            found += [(name, near) for near in get_close_matches(name, known, n=1, cutoff=0.85)]
+    return found
 
 
 def _read_file(path: str) -> dict[str, Any]:

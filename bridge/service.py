@@ -67,6 +67,7 @@ class Service:
         self._has_streamed = False
         self._forbidden = ""
         self._known_gap: str | None = None
+        self._slot_made_at: int | None = None
         self.stats = BridgeStats()
         self.stats.source = settings.slot
         self.stats.publication = settings.pub
@@ -229,6 +230,7 @@ class Service:
             await open_broker(self._client, self._settings),
             self.stats,
             self._known_gap,
+            self._slot_made_at,
         )
         self._opened = session
         orderly = False
@@ -250,6 +252,8 @@ class Service:
         except BaseExceptionGroup as group:
             raise _main_reason(group) from group
         finally:
+            # Until it streams: a slot that the first try made is still new to the second.
+            self._slot_made_at = None if self._streamed_now else session.slot_made_at
             self._session = self._opened = None
             self.stats.is_connected = False
             if self.stats.state == "streaming":

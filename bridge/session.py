@@ -87,12 +87,15 @@ class Session:
         broker: Broker,
         stats: BridgeStats,
         known_gap: str | None = None,
+        slot_made_at: int | None = None,
     ) -> None:
         self._settings = settings
         self._conninfo = conninfo
         self._broker = broker
         self._stats = stats
         self._known_gap = known_gap
+        self.slot_made_at = slot_made_at
+        """Where the slot stood when this bridge created it, if it did."""
         self._subjects = settings.subjects
         self._stack = AsyncExitStack()
         self._catalog = Catalog(conninfo)
@@ -101,7 +104,6 @@ class Session:
         self._encoder: Encoder = JsonEncoder() if settings.json else MsgpackEncoder()
         self._server_version = 0
         self._utf8 = True
-        self._is_new_slot = False
         self._epoch = 0
         self._reader: WalReader
         self._publisher: Publisher
@@ -116,9 +118,11 @@ class Session:
             await self._preflight()
         stored_schemas = await self._refuse_taken_tables()
         async with _answering():
-            self._is_new_slot = await self._slot.create_if_missing(
+            made_at = await self._slot.create_if_missing(
                 self._server_version, failover=settings.failover
             )
+            if made_at is not None:
+                self.slot_made_at = made_at
             await self._slot.connect(self._conninfo)
             self._stack.push_async_callback(self._slot.connection.close)
             server = await self._slot.identify()
@@ -129,7 +133,8 @@ class Session:
             async with self._slot.kept_alive(settings.status_interval):
                 await self._prepare(server, stored_schemas)
         except DataAtRiskError:
-            if self._is_new_slot:
+            made_at = self.slot_made_at
+            if made_at is not None and await self._slot.position() == made_at:
                 # Nobody reads it before an operator has decided: it would only hold back WAL.
                 await self._slot.drop()
             raise
@@ -290,7 +295,7 @@ class Session:
             stream_created_us=stream.created_us,
             stream_last_seq=max(stream.last_seq, standing.fence.sequence),
             tail_id=tail_id,
-            is_new_slot=self._is_new_slot,
+            is_new_slot=standing.slot_lsn == self.slot_made_at,
         )
         if self._known_gap is not None and decision.gap is None:
             return Continuity(Resume(), gap=self._known_gap)

@@ -44,15 +44,15 @@ class Slot:
         self._name = name
         self._publication = publication
 
-    async def create_if_missing(self, server_version: int, *, failover: bool) -> bool:
-        """Create the slot where there is none; whether that was so.
+    async def create_if_missing(self, server_version: int, *, failover: bool) -> int | None:
+        """Create the slot where there is none; the position at which it was created.
 
         `failover` lets standbys have a copy of it.
         """
         if await self._catalog.rows(
             "SELECT 1 FROM pg_catalog.pg_replication_slots WHERE slot_name = %s", [self._name]
         ):
-            return False
+            return None
         arguments = "%s, 'pgoutput', false, false"
         if failover:
             if server_version < FAILOVER_VERSION:
@@ -61,10 +61,11 @@ class Slot:
                 )
             arguments += ", true"
         event(log, "creating slot", slot=self._name, failover=failover)
-        await self._catalog.rows(
-            f"SELECT pg_catalog.pg_create_logical_replication_slot({arguments})", [self._name]
+        rows = await self._catalog.rows(
+            f"SELECT (pg_catalog.pg_create_logical_replication_slot({arguments})).lsn::text",
+            [self._name],
         )
-        return True
+        return parse_lsn(rows[0][0])
 
     async def drop(self) -> None:
         """Give up the slot, as far as PostgreSQL lets us; its connection is closed."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from nats.js.api import DiscardPolicy
 from nats.js.errors import NotFoundError
 
 from tests.fixtures.waiting import wait_until
@@ -43,6 +45,24 @@ async def test_a_slot_that_is_gone_is_named_and_not_left_behind(
     assert "the slot was gone" in bridge.log_text()
     assert database.value("SELECT count(*) FROM pg_replication_slots") == 0
     bridge_process("--on-gap", "new-epoch")
+
+
+async def test_a_slot_made_by_a_try_that_failed_is_not_left_behind_by_the_next(
+    stopped: str, database: Database, cdc: CdcLog, bridge_process: Callable[..., BridgeProcess]
+) -> None:
+    database.execute("SELECT pg_drop_replication_slot(%s)", [stopped])
+    database.execute("INSERT INTO users VALUES (2)")
+    manager = cdc.client.jsm()
+    found = await manager.stream_info(cdc.subjects.cdc_stream)
+    full = replace(found.config, max_msgs=found.state.messages, discard=DiscardPolicy.NEW)
+    await manager.update_stream(full)
+    bridge = bridge_process(wait=False)
+    wait_until(lambda: "takes no messages" in bridge.log_text(), 30, bridge.log_text)
+    assert database.value("SELECT count(*) FROM pg_replication_slots") == 1
+    await manager.update_stream(found.config)
+    assert bridge.wait(30) == 4
+    assert "the slot was gone" in bridge.log_text()
+    assert database.value("SELECT count(*) FROM pg_replication_slots") == 0
 
 
 async def test_a_stream_that_is_gone_is_not_created_before_somebody_decides(

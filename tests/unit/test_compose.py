@@ -275,6 +275,7 @@ def test_the_kubernetes_manifest_asks_for_pages_and_flags_that_exist() -> None:
     documents = list(yaml.safe_load_all((COMPOSE / "kubernetes/bridge.yaml").read_text()))
     deployment = next(one for one in documents if one["kind"] == "Deployment")
     pod = deployment["spec"]["template"]
+    assert pod["spec"]["enableServiceLinks"] is False
     (container,) = pod["spec"]["containers"]
     cli._parser("run").parse_args(container["args"])
     assert {one["name"] for one in container["env"]} <= bridge_variables()

@@ -354,3 +354,12 @@ def test_bytes_that_are_not_utf_8_are_refused(item):
         with pytest.raises(SettingsError) as refused:
             load(flags, environ)
         assert str(refused.value).encode()
+
+
+def test_variables_that_miss_a_setting_by_a_letter_are_named() -> None:
+    environ = {"BRIDGE_PUBB": "p", "BRIDGE_REPLICA": "3", "BRIDGE_SLOT": "s", "BRIDGE_CONFIG": ""}
+    others = {"BRIDGE_SERVICE_HOST": "10.0.0.1", "BRIDGE_PORT_9090_TCP_PORT": "1", "PUB": ""}
+    assert config.misspelled({**environ, **others}) == [
+        ("BRIDGE_PUBB", "BRIDGE_PUB"),
+        ("BRIDGE_REPLICA", "BRIDGE_REPLICAS"),
+    ]
