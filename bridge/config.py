@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import tomllib
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any
 
 from bridge.errors import SettingsError
+from bridge.setting_checks import check_together, refuse_visible_secret
+from bridge.setting_values import parse
 from consumer_sdk.wire.subjects import Subjects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-Kind = Literal["text", "integer", "flag", "seconds", "bytes"]
-
-_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
-_BYTES = {"": 1, "b": 1, "kb": 1024, "mb": 1024**2, "gb": 1024**3, "tb": 1024**4}
-_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
-_SLOT_NAME = re.compile(r"[a-z0-9_]{1,63}\Z")
+    from bridge.setting_values import Kind
 
 
 def setting(
@@ -253,81 +247,12 @@ def flag_name(item: Field[Any]) -> str:
     return "--" + item.name.replace("_", "-")
 
 
-def parse_value(item: Field[Any], text: Any, where: str) -> Any:
-    """Turn what was written at `where` into the setting's type."""
-    kind: Kind = item.metadata["kind"]
-    shown = "***" if item.metadata["secret"] else repr(text)
-    try:
-        value = _PARSERS[kind](text)
-    except (ValueError, TypeError) as error:
-        raise SettingsError(f"{where}: {shown} is not {_EXPECTED[kind]}") from error
-    choices = item.metadata["choices"]
-    if choices and value not in choices:
-        raise SettingsError(f"{where}: {shown} is not one of {', '.join(choices)}")
-    low = item.metadata["low"]
-    if low is not None and value < low:
-        raise SettingsError(f"{where}: {shown} is too small; the least is {low}")
-    high = item.metadata["high"]
-    if high is not None and value > high:
-        raise SettingsError(f"{where}: {shown} is too large; the most is {high}")
-    return value
-
-
-def _parse_text(text: Any) -> str:
-    if not isinstance(text, str) or "\0" in text:
-        raise ValueError
-    # Bytes of the command line or the environment that are no UTF-8 came as lone surrogates.
-    text.encode()
-    return text
-
-
-def _parse_integer(text: Any) -> int:
-    if isinstance(text, bool | float):
-        raise TypeError
-    return int(text)
-
-
-def _parse_flag(text: Any) -> bool:
-    if isinstance(text, bool):
-        return text
-    lowered = str(text).strip().lower()
-    if lowered in ("1", "true", "yes", "on"):
-        return True
-    if lowered in ("0", "false", "no", "off", ""):
-        return False
-    raise ValueError
-
-
-def _with_unit(text: Any, units: Mapping[str, float], default_unit: str) -> float:
-    if isinstance(text, bool):
-        raise TypeError
-    if isinstance(text, int | float):
-        if not math.isfinite(text):
-            raise ValueError
-        return float(text)
-    match = _NUMBER.match(str(text))
-    if match is None:
-        raise ValueError
-    unit = match[2].lower() or default_unit
-    if unit not in units:
-        raise ValueError
-    return float(match[1]) * units[unit]
-
-
-_PARSERS: dict[Kind, Any] = {
-    "text": _parse_text,
-    "integer": _parse_integer,
-    "flag": _parse_flag,
-    "seconds": lambda text: _with_unit(text, _SECONDS, "s"),
-    "bytes": lambda text: int(_with_unit(text, _BYTES, "b")),
-}
-_EXPECTED: dict[Kind, str] = {
-    "text": "a text in UTF-8",
-    "integer": "a whole number",
-    "flag": "yes or no",
-    "seconds": "a duration such as 500ms, 30s, 2h or 8d",
-    "bytes": "a size such as 256KB, 16MB or 1GB",
-}
+def _parsed(item: Field[Any], text: Any, where: str) -> Any:
+    meta = item.metadata
+    return parse(
+        text, where, meta["kind"], choices=meta["choices"], low=meta["low"], high=meta["high"],
+        secret=meta["secret"],
+    )  # fmt: skip
 
 
 def load(
@@ -349,23 +274,23 @@ def load(
         name = item.name
         if flags.get(name) is not None:
             origins[name] = f"flag {flag_name(item)}"
-            values[name] = parse_value(item, flags[name], flag_name(item))
+            values[name] = _parsed(item, flags[name], flag_name(item))
             if item.metadata["secret"]:
-                _refuse_visible_secret(item, values[name])
+                refuse_visible_secret(flag_name(item), values[name])
             continue
         variable = next((n for n in environment_names(item) if environ.get(n)), None)
         if variable is not None:
             origins[name] = f"environment {variable}"
-            values[name] = parse_value(item, environ[variable], variable)
+            values[name] = _parsed(item, environ[variable], variable)
         elif name in from_file:
             origins[name] = f"file {config_file}"
-            values[name] = parse_value(item, from_file[name], f"{config_file}: {name}")
+            values[name] = _parsed(item, from_file[name], f"{config_file}: {name}")
         else:
             assert item.default is not MISSING
             origins[name] = "default"
             values[name] = item.default
     settings = Settings(**values, origins=origins)
-    _check_together(settings)
+    check_together(settings)
     return settings
 
 
@@ -389,53 +314,6 @@ def _read_file(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"--config {path}: not valid TOML: {error}") from error
     return {key.replace("-", "_"): value for key, value in document.items()}
-
-
-def _refuse_visible_secret(item: Field[Any], url: str) -> None:
-    """A secret among the flags would show in the process list."""
-    for part in url.split(",") if item.name == "nats_url" else (url,):
-        whole = part.strip() if "//" in part or "=" in part else f"//{part.strip()}"
-        try:
-            parts = urlsplit(whole)
-            # NATS takes a user without a password for a token.
-            is_token = item.name == "nats_url" and bool(parts.username)
-            visible = bool(parts.password) or is_token
-        except ValueError:
-            visible = False
-        if visible or re.search(r"(^|[\s?&])(ssl)?password\s*=", part):
-            raise SettingsError(
-                f"{flag_name(item)}: a password or token on the command line shows in the "
-                "process list; use the environment or --config"
-            )
-
-
-def _check_together(settings: Settings) -> None:
-    if settings.slot and _SLOT_NAME.match(settings.slot) is None:
-        raise SettingsError(
-            f"{settings.where('slot')}: {settings.slot!r} is not a slot name; "
-            "use up to 63 of a-z, 0-9 and _"
-        )
-    if settings.prefix and re.fullmatch(r"[A-Za-z0-9_-]+", settings.prefix) is None:
-        raise SettingsError(
-            f"{settings.where('prefix')}: {settings.prefix!r} may hold only letters, digits, "
-            "- and _"
-        )
-    for name in ("port", "pg_port", "nats_port"):
-        number = cast("int", getattr(settings, name))
-        if number > 65535:
-            raise SettingsError(f"{settings.where(name)}: {number} is not a port")
-    if settings.ring_slots & (settings.ring_slots - 1):
-        raise SettingsError(
-            f"{settings.where('ring_slots')}: {settings.ring_slots} is not a power of two"
-        )
-    for name in ("cdc_stream", "init_stream"):
-        value = cast("str", getattr(settings, name))
-        if re.search(r"[\s.*>/\\]", value):
-            raise SettingsError(f"{settings.where(name)}: {value!r} is not a stream name")
-    for name in ("nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key"):
-        path = cast("str", getattr(settings, name))
-        if path and not Path(path).is_file():
-            raise SettingsError(f"{settings.where(name)}: no file {path}")
 
 
 def require(settings: Settings, *names: str) -> None:

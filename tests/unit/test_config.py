@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from bridge import cli, config
+from bridge import cli, config, setting_values
 from bridge.errors import SettingsError
 from bridge.publish.link import options_of, servers_of, shown_servers
 from bridge.wal.connection import conninfo_of
@@ -53,7 +53,7 @@ def test_every_setting_can_be_given_in_every_way(tmp_path):
         if item.name in files:
             text = str(tmp_path / "file")
             (tmp_path / "file").write_text("")
-        wanted = config.parse_value(item, text, "here")
+        wanted = setting_values.parse(text, "here", item.metadata["kind"])
         for variable in config.environment_names(item):
             assert getattr(load({}, {variable: text}), item.name) == wanted, variable
         assert getattr(load({}, {}, f'{item.name} = "{text}"', tmp_path), item.name) == wanted
