@@ -16,22 +16,14 @@ from struct import Struct
 from struct import error as StructError  # noqa: N812 - an exception, whatever its case
 from typing import TYPE_CHECKING, Any, Final
 
-from bridge.errors import HistoryBroken, ProtocolError
+from bridge.errors import ProtocolError
 from bridge.publish.encoder import SHARED_FIELDS
 from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing, Oversized, object_reference
 from bridge.wal.logical_messages import LogicalMessageEncoder, Noted
-from bridge.wal.messages import (
-    Begin,
-    Commit,
-    Delete,
-    Insert,
-    LogicalMessage,
-    Origin,
-    Truncate,
-    Type,
-    Update,
-)
+from bridge.wal.messages import Begin, Commit, LogicalMessage, Origin, Truncate, Type
 from bridge.wal.pgoutput import decode
+from bridge.wal.read_changes import read_change
+from bridge.wal.resume import Replay
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:
@@ -55,7 +47,6 @@ END_ALLOWANCE: Final = 64
 
 _new_tuple = tuple.__new__
 _relation_id_at = Struct(">I").unpack_from
-_INSERT, _DELETE = b"ID"
 _ROW_KINDS = frozenset(b"IUD")
 
 
@@ -91,7 +82,7 @@ class Assembler:
         """End LSN of the last transaction seen to its end."""
         self._source = source
         self._encoder = encoder
-        self._resume = resume
+        self._replay = Replay(resume)
         self._objects_bucket = objects_bucket
         self._headers = headers
         self._compress = compress
@@ -108,19 +99,14 @@ class Assembler:
             objects_bucket=objects_bucket,
             room=self._room,
         )
-        self._reappear = resume.must_reappear
         self._xid = 0
         self._ts = 0
         self._transaction = b""
         self._id_tail = f"-{epoch:x}".encode()
         self._seq = 0
         self._ordinal = 0
-        self._skip_seq = 0
-        self._skip_ordinal = 0
-        self._skip_all = False
         self._skipping = False
         """Whether there may be something to skip in this transaction."""
-        self._impossible = False
         self._touched: dict[str, CompiledRelation] = {}
         self._last_relation: CompiledRelation | None = None
         self._held: tuple[MessageParts, int, bytes, bytes, bytes, int] | None = None
@@ -171,11 +157,10 @@ class Assembler:
 
     def _skip(self, frame: bytes, start: int) -> bool:
         """Count a change that is recorded already; False from the first one that is not."""
-        if self._skip_all:
-            if self._impossible:
-                raise self._broken(self.commit_lsn)
+        replay = self._replay
+        if replay.skips_transaction():
             return True
-        if self._seq >= self._skip_seq:
+        if self._seq >= replay.next_seq:
             self._skipping = False
             return False
         self._touch(frame, start)
@@ -199,79 +184,10 @@ class Assembler:
     def _read_change(self, frame: bytes, start: int) -> None:
         """Take a change whose row must be read."""
         relation = self._touch(frame, start)
-        kind, tag = frame[start], frame[start + 5 : start + 6]
         seq = self._seq
         self._seq = seq + 1
-        size = len(frame) - start
-        if tag == b"N":
-            read = relation.read_row(frame, start + 6)
-            if read is not None:
-                parts = relation.insert if kind == _INSERT else relation.update
-                self._take_read(parts, seq, read[0], None, (), read[1], size)
-                return
-        elif kind == _DELETE:
-            read = (relation.read_key if tag == b"K" else relation.read_row)(frame, start + 6)
-            if read is not None and tag in (b"K", b"O"):
-                self._take_read(relation.delete, seq, read[0], None, (), read[1], size)
-                return
-        elif tag in (b"K", b"O"):
-            reader = relation.read_update_key if tag == b"K" else relation.read_update
-            both = reader(frame, start + 6)
-            if both is not None:
-                self._take_read(relation.update, seq, both[1], both[0], (), both[2], size)
-                return
-        self._general_change(relation, seq, frame[start:])
-
-    def _general_change(self, relation: CompiledRelation, seq: int, data: bytes) -> None:
-        """Take a change with values the compiled readers leave alone, or refuse a broken one."""
-        message = decode(data)
-        size = len(data)
-        convert = relation.converter.convert
-        old: dict[str, Any] | None = None
-        if isinstance(message, Insert):
-            parts = relation.insert
-            row = convert(message.new)
-            raw = row.raw
-        elif isinstance(message, Update):
-            parts = relation.update
-            if message.old is None:
-                row = convert(message.new)
-                raw = row.raw
-            else:
-                only = relation.identity if message.old_kind == "K" else None
-                before, row = relation.converter.convert_pair(message.old, message.new, only=only)
-                old = before.data
-                raw = tuple(dict.fromkeys((*row.raw, *before.raw)))
-        else:
-            assert isinstance(message, Delete)
-            parts = relation.delete
-            row = convert(message.old, only=relation.identity if message.old_kind == "K" else None)
-            raw = row.raw
-        if relation.adapt is not None:
-            relation.adapt(row.data)
-            if old is not None:
-                relation.adapt(old)
-        self._take_read(parts, seq, row.data, old, row.unchanged, raw, size)
-
-    def _take_read(
-        self,
-        parts: MessageParts,
-        seq: int,
-        data: dict[str, Any],
-        old: dict[str, Any] | None,
-        unchanged: tuple[str, ...],
-        raw: tuple[str, ...],
-        size: int,
-    ) -> None:
-        """Encode a row that had to be read, and take it."""
-        fields: dict[str, Any] = {"data": data}
-        if old is not None:
-            fields["old"] = old
-        if unchanged:
-            fields["unchanged"] = unchanged
-        if raw:
-            fields["raw"] = raw
-        self._take(parts, seq, self._encoder.body(fields), len(fields), size)
+        parts, fields = read_change(relation, frame, start)
+        self._take(parts, seq, self._encoder.body(fields), len(fields), len(frame) - start)
 
     def _take_single(
         self, parts: MessageParts, seq: int, body: bytes, count: int, size: int
@@ -492,12 +408,7 @@ class Assembler:
             raise ProtocolError(
                 f"commit {format_lsn(lsn)} came after {format_lsn(self.commit_lsn)}"
             )
-        resume = self._resume
-        if self._reappear and lsn >= resume.commit_lsn:
-            self.expect_history(lsn)
-            if resume.ts and resume.ts != message.commit_time:
-                raise self._broken(lsn)
-            self._reappear = False
+        self._skipping = self._replay.begin(lsn, message.commit_time)
         self.in_transaction = True
         self.commit_lsn = lsn
         self._xid = message.xid
@@ -507,33 +418,18 @@ class Assembler:
         )
         self._seq = 0
         self._ordinal = 0
-        self._impossible = resume.commit_lsn < lsn < resume.nothing_before
-        self._skip_all = lsn < resume.commit_lsn or self._impossible
-        same = lsn == resume.commit_lsn
-        self._skip_seq = resume.next_seq if same else 0
-        self._skip_ordinal = resume.next_ordinal if same else 0
-        self._skipping = self._skip_all or same
         self._touched = {}
         self._last_relation = None
 
     def expect_history(self, lsn: int) -> None:
         """Raise where the log has passed the recorded transaction without showing it."""
-        if self._reappear and lsn > self._resume.commit_lsn:
-            raise self._broken(self._resume.commit_lsn)
-
-    @staticmethod
-    def _broken(lsn: int) -> HistoryBroken:
-        return HistoryBroken(
-            f"this server's history at {format_lsn(lsn)} is not the one that the stream records "
-            "(restored from a backup?); consumers need a new bootstrap: start with "
-            "--on-gap=new-epoch"
-        )
+        self._replay.expect(lsn)
 
     def _commit(self, message: Commit) -> None:
         if not self.in_transaction or message.commit_lsn != self.commit_lsn:
             raise ProtocolError("a commit does not belong to the transaction before it")
         mark = len(self.out) - self.is_open
-        if not self._skip_all:
+        if not self._replay.is_recorded:
             changes = self._seq
             self._emit_held(message.end_lsn)
             if self._messages:
@@ -553,7 +449,7 @@ class Assembler:
     ) -> None:
         seq = self._seq
         self._seq = seq + 1
-        if seq < self._skip_seq:
+        if seq < self._replay.next_seq:
             return
         parts = relation.commit
         if parts.commit_lsn != self.commit_lsn:
@@ -576,9 +472,7 @@ class Assembler:
         for relation_id in message.relation_ids:
             if relation_id in self.relations:
                 self.truncations.append((self.relations[relation_id].token, self._xid))
-        if self._skip_all:
-            if self._impossible:
-                raise self._broken(self.commit_lsn)
+        if self._replay.skips_transaction():
             return
         for relation_id in message.relation_ids:
             relation = self.relations.get(relation_id)
@@ -588,7 +482,7 @@ class Assembler:
             self._seq = seq + 1
             self._last_relation = relation
             self._touched[relation.token] = relation
-            if seq < self._skip_seq:
+            if seq < self._replay.next_seq:
                 continue
             self._release()
             fields = {
@@ -599,15 +493,13 @@ class Assembler:
             self._take_single(relation.truncate, seq, self._encoder.body(fields), len(fields), 0)
 
     def _logical_message(self, message: LogicalMessage) -> None:
-        if not message.transactional or self._skip_all:
-            if message.transactional and self._impossible:
-                raise self._broken(self.commit_lsn)
+        if not message.transactional or self._replay.skips_transaction():
             return
         if not self.in_transaction:
             raise ProtocolError("a transactional message came outside a transaction")
         ordinal = self._ordinal
         self._ordinal = ordinal + 1
-        if ordinal < self._skip_ordinal:
+        if ordinal < self._replay.next_ordinal:
             return
         self._messages.append(Noted(message.prefix, ordinal, self._seq, message.content))
         self._messages_bytes += len(message.content) + ITEM_OVERHEAD

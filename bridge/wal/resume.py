@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bridge.errors import HistoryBroken
+from consumer_sdk.wire.lsn import format_lsn
+
 
 @dataclass(frozen=True, slots=True)
 class Resume:
@@ -20,3 +23,56 @@ class Resume:
     ts: int = 0
     must_reappear: bool = False
     nothing_before: int = 0
+
+
+class Replay:
+    """Tells what is recorded already of what PostgreSQL sends again.
+
+    HistoryBroken is raised where it sends something else than what is recorded.
+    """
+
+    def __init__(self, resume: Resume) -> None:
+        self._resume = resume
+        self._must_reappear = resume.must_reappear
+        self._commit_lsn = 0
+        self._is_impossible = False
+        self.is_recorded = False
+        """Whether nothing of this transaction is to be sent."""
+        self.next_seq = 0
+        self.next_ordinal = 0
+        """Otherwise the first change, and the first logical message, that is not recorded."""
+
+    def begin(self, commit_lsn: int, commit_time: int) -> bool:
+        """Take the next transaction; whether there may be something to skip in it."""
+        resume = self._resume
+        if self._must_reappear and commit_lsn >= resume.commit_lsn:
+            self.expect(commit_lsn)
+            if resume.ts and resume.ts != commit_time:
+                raise _broken(commit_lsn)
+            self._must_reappear = False
+        self._commit_lsn = commit_lsn
+        self._is_impossible = resume.commit_lsn < commit_lsn < resume.nothing_before
+        self.is_recorded = commit_lsn < resume.commit_lsn or self._is_impossible
+        is_partly = commit_lsn == resume.commit_lsn
+        self.next_seq = resume.next_seq if is_partly else 0
+        self.next_ordinal = resume.next_ordinal if is_partly else 0
+        return self.is_recorded or is_partly
+
+    def skips_transaction(self) -> bool:
+        """Asked for every change: whether it is recorded with all of its transaction."""
+        if self._is_impossible:
+            raise _broken(self._commit_lsn)
+        return self.is_recorded
+
+    def expect(self, lsn: int) -> None:
+        """Raise where the log has passed the recorded transaction without showing it."""
+        if self._must_reappear and lsn > self._resume.commit_lsn:
+            raise _broken(self._resume.commit_lsn)
+
+
+def _broken(lsn: int) -> HistoryBroken:
+    return HistoryBroken(
+        f"this server's history at {format_lsn(lsn)} is not the one that the stream records "
+        "(restored from a backup?); consumers need a new bootstrap: start with "
+        "--on-gap=new-epoch"
+    )
