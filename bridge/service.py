@@ -30,7 +30,7 @@ from bridge.errors import (
 from bridge.publish import link
 from bridge.publish.broker import open_broker
 from bridge.publish.fence import Fenced
-from bridge.publish.publisher import NatsAway
+from bridge.publish.patience import PatienceEnded
 from bridge.publish.streams import ApiError, api, stream_state
 from bridge.session import Session
 from bridge.telemetry.http import HttpServer
@@ -196,7 +196,7 @@ class Service:
                 event(log, "taken over", level=logging.WARNING, reason=str(error))
                 self.stats.state = "standby"
                 await self._pause(STANDBY_SECONDS)
-            except NatsAway as error:
+            except PatienceEnded as error:
                 self._note(f"nats away, replication connection closed: {error}")
                 await self._wait_until_storable()
             except HistoryBroken as error:
@@ -334,7 +334,7 @@ def _main_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
             flat.append(error)
 
     collect(group)
-    for kind in (DataAtRiskError, BridgeError, Fenced, NatsAway, Retryable, Exception):
+    for kind in (DataAtRiskError, BridgeError, Fenced, PatienceEnded, Retryable, Exception):
         for error in flat:
             if isinstance(error, kind):
                 return error

@@ -25,6 +25,8 @@ from bridge.publish.fence import Fence, Lease, PublishRefused
 from bridge.publish.frames import FrameWriter
 from bridge.publish.link import server_version
 from bridge.publish.objects import ObjectWriter
+from bridge.publish.patience import Patience
+from bridge.publish.preparation import Preparation
 from bridge.publish.progress import ProgressLog, Stored, load_progress
 from bridge.publish.publisher import Limits, Publisher
 from bridge.publish.readback import RecordReader
@@ -371,6 +373,7 @@ class Session:
                 stored, commit_lsn=record.commit_lsn, next_seq=record.next_seq,
                 next_ordinal=record.next_ordinal, ts=record.ts,
             )  # fmt: skip
+        patience = Patience(broker.client, stats, settings.nats_away_limit)
         return Publisher(
             client=broker.client,
             ring=ring,
@@ -379,13 +382,18 @@ class Session:
             lease=standing.lease,
             records=standing.records,
             progress=progress,
-            registry=registry,
-            schemas=self._schemas,
-            objects=ObjectWriter(broker.objects),
+            preparation=Preparation(
+                registry=registry,
+                schemas=self._schemas,
+                objects=ObjectWriter(broker.objects),
+                subjects=self._subjects,
+                patience=patience,
+                as_json=settings.json,
+            ),
+            patience=patience,
             subjects=self._subjects,
             stats=stats,
-            limits=Limits(settings.batch_events, settings.batch_bytes, settings.nats_away_limit),
-            as_json=settings.json,
+            limits=Limits(settings.batch_events, settings.batch_bytes),
             idle_lsn=self._reader.idle_lsn,
             confirmed_lsn=standing.slot_lsn,
             stored=stored,

@@ -15,21 +15,16 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import nats.errors
-from nats.js.errors import APIError
-
 from bridge.cancellation import stay_cancelled
 from bridge.errors import Retryable
-from bridge.holds import hold, hold_async
+from bridge.holds import hold
 from bridge.publish.batches import Refusal
 from bridge.publish.fence import Fence, Fenced, Lease, PublishRefused
-from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing, Oversized, SchemaNotice
+from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing
 from bridge.publish.record import is_counted, is_held
 from bridge.publish.streams import ApiError, stream_state
 from bridge.telemetry.logs import event
-from bridge.telemetry.stats import MESSAGE_TOKENS, StatusWarning
-from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
-from consumer_sdk.wire.message_id import message_id
+from bridge.telemetry.stats import MESSAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -37,13 +32,12 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
 
     from bridge.publish.batches import BatchWriter, Following
-    from bridge.publish.objects import ObjectWriter
+    from bridge.publish.patience import Patience
+    from bridge.publish.preparation import Preparation
     from bridge.publish.progress import ProgressLog, Stored
     from bridge.publish.readback import RecordReader
     from bridge.publish.record import Record
     from bridge.ring import Ring
-    from bridge.schemas.registry import SchemaRegistry
-    from bridge.schemas.store import SchemaStore
     from bridge.telemetry.stats import BridgeStats
     from consumer_sdk.wire.subjects import Subjects
 
@@ -53,11 +47,6 @@ log = logging.getLogger("bridge.publish")
 
 IDLE_SECONDS = 1.0
 KEEP_SECONDS = 1.0
-RETRY_SECONDS = 2.0
-
-
-class NatsAway(Exception):
-    """Nothing could be stored for so long that PostgreSQL must not be kept waiting."""
 
 
 class StreamChanged(Retryable):
@@ -66,11 +55,10 @@ class StreamChanged(Retryable):
 
 @dataclass(slots=True)
 class Limits:
-    """Bounds of one batch and of patience."""
+    """Bounds of one batch."""
 
     batch_events: int
     batch_bytes: int
-    nats_away_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +93,11 @@ class Publisher:
         lease: Lease | None,
         records: RecordReader,
         progress: ProgressLog,
-        registry: SchemaRegistry,
-        schemas: SchemaStore,
-        objects: ObjectWriter,
+        preparation: Preparation,
+        patience: Patience,
         subjects: Subjects,
         stats: BridgeStats,
         limits: Limits,
-        as_json: bool,
         idle_lsn: Callable[[], tuple[int, int]],
         confirmed_lsn: int,
         stored: Stored,
@@ -123,13 +109,11 @@ class Publisher:
         self._lease = lease
         self._records = records
         self._progress = progress
-        self._registry = registry
-        self._schemas = schemas
-        self._objects = objects
+        self._preparation = preparation
+        self._patience = patience
         self._subjects = subjects
         self._stats = stats
         self._limits = limits
-        self._as_json = as_json
         self._idle_lsn = idle_lsn
         self.confirmed_lsn = confirmed_lsn
         self._stored = stored
@@ -144,7 +128,6 @@ class Publisher:
         self._draining = False
         self._doubt = False
         self._lost = asyncio.Event()
-        self._failing_since: float | None = None
 
     async def run(self) -> None:
         """Publish until cancelled, or until `drain` finds nothing left."""
@@ -237,11 +220,11 @@ class Publisher:
     async def _rest(self) -> None:
         """Nothing to do: see whether NATS is there, and record what the log tells."""
         if self._client.is_connected:
-            self._failing_since = None
+            self._patience.renew()
             await self._idle()
             await self._write_reports()
         else:
-            self._note_failure("NATS is not connected")
+            self._patience.note("NATS is not connected")
 
     async def finish(self) -> None:
         """Write the last progress record of an orderly stop."""
@@ -284,65 +267,12 @@ class Publisher:
         if _is_plain(items):
             await self._send(cast("Sequence[Outgoing]", items), self._following)
         else:
-            await self._send([await self._prepared(item) for item in items], self._following)
+            await self._send(
+                [await self._preparation.message(item) for item in items], self._following
+            )
         self._stats.last_processing_time_us = (time.perf_counter_ns() - started) // 1000
         self._stats.ring_depth = len(self._ring)
         self._stats.ring_bytes = self._ring.bytes_held
-
-    async def _prepared(self, item: Item) -> Outgoing:
-        """Do what must be done before an item's message, and return that."""
-        if isinstance(item, SchemaNotice):
-            if item.must_store:
-                await self._store_schema(item)
-                await hold_async("between-kv-and-schema-message")
-            return self._schema_message(item)
-        if isinstance(item, Oversized):
-            await self._store_object(item)
-            return item.message
-        return item
-
-    async def _store_schema(self, item: SchemaNotice) -> None:
-        while True:
-            try:
-                await self._schemas.put(item.token, item.document)
-            except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
-                await self._wait_for_nats(f"schema of {item.token} not stored: {error}")
-            else:
-                self._registry.note_stored(item.token, item.document)
-                return
-
-    async def _store_object(self, item: Oversized) -> None:
-        while True:
-            try:
-                await self._objects.put(item.name, item.content)
-            except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
-                await self._wait_for_nats(f"object {item.name} not stored: {error}")
-            else:
-                return
-
-    def _schema_message(self, notice: SchemaNotice) -> Outgoing:
-        document = notice.document
-        version = document["schema_version"]
-        subject = self._subjects.change(notice.token, "schema")
-        msg_id = message_id(document["lsn"], notice.token, "schema", version, document["epoch"])
-        # Announcing a version again later must not fall to deduplication.
-        unique = f"{msg_id}-{time.time_ns():x}"
-        payload = encode(
-            {
-                **document,
-                "operation": "SCHEMA",
-                "msg_id": msg_id,
-                "subject": subject,
-                "ts": document["timestamp"],
-            },
-            as_json=self._as_json,
-        )
-        kind = JSON if self._as_json else MSGPACK
-        self._registry.note_announced(notice.token, version)
-        return Outgoing(
-            subject.encode(), unique.encode(), f"Content-Type: {kind}\r\n".encode(), payload,
-            notice.token, document["lsn"], None, -1, 0, 0, 0,
-        )  # fmt: skip
 
     async def _send(self, chunk: Sequence[Outgoing], following: Following | None = None) -> None:
         """Store a chunk, however many attempts it takes; returns when all of it is stored.
@@ -418,8 +348,7 @@ class Publisher:
         if last_seq:
             msg_id = items[-1].msg_id.decode()
             self._stored = replace(self._stored, stream_seq=last_seq, msg_id=msg_id)
-        self._failing_since = None
-        stats.warnings.pop("publish", None)
+        self._patience.reward()
 
     def _count(self, token: str, rows: int, ts: int) -> None:
         """Count stored events of one table, or of one prefix of logical messages."""
@@ -434,7 +363,7 @@ class Publisher:
         while True:
             await stay_cancelled()
             if not at_once or not self._client.is_connected:
-                await self._wait_for_nats(refusal.text, full=refusal.full)
+                await self._patience.wait(refusal.text, full=refusal.full)
             at_once = self._doubt = False
             try:
                 record = await self._while_connected(self._read_back())
@@ -490,25 +419,3 @@ class Publisher:
             return
         if state is None or state.created_us != self._progress.stream_created_us:
             raise StreamChanged("the CDC stream has gone")
-
-    def _note_failure(self, reason: str) -> None:
-        """Remember since when nothing can be stored; give up when that is too long ago."""
-        now = time.monotonic()
-        if self._failing_since is None:
-            self._failing_since = now
-        if now - self._failing_since > self._limits.nats_away_seconds:
-            raise NatsAway(reason)
-
-    async def _wait_for_nats(self, reason: str, *, full: bool = False) -> None:
-        """Wait before the next attempt; give up when it has taken too long."""
-        self._note_failure(reason)
-        if "publish" not in self._stats.warnings:
-            event(log, "cannot publish", level=logging.WARNING, reason=reason)
-        remedy = (
-            "free room in the stream or raise its limits; the bridge goes on by itself"
-            if full
-            else "bring NATS back; PostgreSQL keeps the WAL meanwhile"
-        )
-        self._stats.warnings["publish"] = StatusWarning(f"nothing can be stored: {reason}", remedy)
-        self._stats.last_error = reason
-        await asyncio.sleep(RETRY_SECONDS if self._client.is_connected else 0.25)

@@ -1,0 +1,97 @@
+"""What must be stored elsewhere before a message: a schema in KV, a row in the object store."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import nats.errors
+from nats.js.errors import APIError
+
+from bridge.holds import hold_async
+from bridge.publish.outgoing import Item, Outgoing, Oversized, SchemaNotice
+from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
+from consumer_sdk.wire.message_id import message_id
+
+if TYPE_CHECKING:
+    from bridge.publish.objects import ObjectWriter
+    from bridge.publish.patience import Patience
+    from bridge.schemas.registry import SchemaRegistry
+    from bridge.schemas.store import SchemaStore
+    from consumer_sdk.wire.subjects import Subjects
+
+
+class Preparation:
+    """Turns items into messages that may go out."""
+
+    def __init__(
+        self,
+        *,
+        registry: SchemaRegistry,
+        schemas: SchemaStore,
+        objects: ObjectWriter,
+        subjects: Subjects,
+        patience: Patience,
+        as_json: bool,
+    ) -> None:
+        self._registry = registry
+        self._schemas = schemas
+        self._objects = objects
+        self._subjects = subjects
+        self._patience = patience
+        self._as_json = as_json
+
+    async def message(self, item: Item) -> Outgoing:
+        """Do what must be done before an item's message, and return that."""
+        if isinstance(item, SchemaNotice):
+            if item.must_store:
+                await self._store_schema(item)
+                await hold_async("between-kv-and-schema-message")
+            return self._schema_message(item)
+        if isinstance(item, Oversized):
+            await self._store_object(item)
+            return item.message
+        return item
+
+    async def _store_schema(self, item: SchemaNotice) -> None:
+        while True:
+            try:
+                await self._schemas.put(item.token, item.document)
+            except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
+                await self._patience.wait(f"schema of {item.token} not stored: {error}")
+            else:
+                self._registry.note_stored(item.token, item.document)
+                return
+
+    async def _store_object(self, item: Oversized) -> None:
+        while True:
+            try:
+                await self._objects.put(item.name, item.content)
+            except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
+                await self._patience.wait(f"object {item.name} not stored: {error}")
+            else:
+                return
+
+    def _schema_message(self, notice: SchemaNotice) -> Outgoing:
+        document = notice.document
+        version = document["schema_version"]
+        subject = self._subjects.change(notice.token, "schema")
+        msg_id = message_id(document["lsn"], notice.token, "schema", version, document["epoch"])
+        # Announcing a version again later must not fall to deduplication.
+        unique = f"{msg_id}-{time.time_ns():x}"
+        payload = encode(
+            {
+                **document,
+                "operation": "SCHEMA",
+                "msg_id": msg_id,
+                "subject": subject,
+                "ts": document["timestamp"],
+            },
+            as_json=self._as_json,
+        )
+        kind = JSON if self._as_json else MSGPACK
+        self._registry.note_announced(notice.token, version)
+        return Outgoing(
+            subject.encode(), unique.encode(), f"Content-Type: {kind}\r\n".encode(), payload,
+            notice.token, document["lsn"], None, -1, 0, 0, 0,
+        )  # fmt: skip
