@@ -144,7 +144,8 @@ class Publisher:
                     continue
             items, self._ahead = self._ahead or self._take(), []
             await self._publish(items)
-            await self._write_reports()
+            if not self._ahead:
+                await self._write_reports()
             if not self._is_pending:
                 await self._idle()
             elif time.monotonic() - self._last_keep > KEEP_SECONDS:
@@ -162,6 +163,9 @@ class Publisher:
 
     def _following(self) -> Sequence[Outgoing] | None:
         """The next batch, where nothing has to be done before it."""
+        if any(report.gap for report in self._reports):
+            # What may be written already cannot be overtaken: no batch ahead of a gap.
+            return None
         if not self._ahead:
             self._ahead = self._take()
         return cast("Sequence[Outgoing]", self._ahead) if _is_plain(self._ahead) else None

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from bridge.demo.servers import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.cdc_log import CdcLog
     from tests.fixtures.mirror import MirrorProcess
     from tests.fixtures.postgres import Database
+    from tests.fixtures.tcp_proxy import TcpProxy
 
 PARTITIONED = """
 CREATE TABLE part (id int PRIMARY KEY, body text) PARTITION BY RANGE (id);
@@ -188,3 +190,33 @@ async def test_another_row_filter_is_a_gap_for_its_table_alone(
     assert again.stderr.count("event=loaded") == 1
     verified = run("verify", "sifted", "--source", database.dsn, "--replica", replica)
     assert verified.returncode == 0, verified.stdout
+
+
+async def test_a_gap_in_the_middle_of_a_busy_stream_repeats_no_event(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    cdc: CdcLog,
+    nats_server: NatsServer,
+    tcp_proxy: Callable[[int], TcpProxy],
+) -> None:
+    database.execute("CREATE TABLE busy (id bigserial PRIMARY KEY)")
+    database.execute("CREATE TABLE filtered (id int PRIMARY KEY)")
+    database.publish("busy", "filtered")
+    proxy = tcp_proxy(nats_server.port)
+    bridge_process(nats_url=proxy.through(nats_server.url))
+    await eventually(lambda: remembered(cdc, database))
+    # Longer than the deduplication window, so that it hides nothing.
+    proxy.delay(0.1)
+    database.execute("ALTER PUBLICATION pub SET TABLE busy, filtered WHERE (id > 1)")
+    with database.connect(autocommit=True) as connection:
+
+        async def announced() -> list[dict[str, Any]]:
+            for _ in range(10):
+                connection.execute("INSERT INTO busy SELECT FROM generate_series(1, 5)")
+            return await gaps(cdc)
+
+        await eventually(announced, 30)
+    proxy.delay(0)
+    await cdc.settle()
+    positions = [event.position for event in await cdc.changes("busy")]
+    assert positions == sorted(set(positions))
