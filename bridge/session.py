@@ -101,6 +101,8 @@ class Session:
         self._subjects = settings.subjects
         self._stack = AsyncExitStack()
         self._catalog = Catalog(conninfo)
+        self._onlooker = Catalog(conninfo)
+        """For questions that wait while somebody keeps a published table to himself."""
         self._slot = Slot(self._catalog, name=settings.slot, publication=settings.pub)
         self._schemas = SchemaStore(broker.schemas, source=settings.slot, as_json=settings.json)
         self._encoder: Encoder = JsonEncoder() if settings.json else MsgpackEncoder()
@@ -116,6 +118,7 @@ class Session:
         """Everything up to the first byte read; raises SlotInUse where another bridge streams."""
         settings = self._settings
         self._stack.push_async_callback(self._catalog.close)
+        self._stack.push_async_callback(self._onlooker.close)
         async with _answering():
             await self._preflight()
         stored_schemas = await self._refuse_taken_tables()
@@ -163,6 +166,7 @@ class Session:
         )
         self._tables = PublishedTables(
             catalog=self._catalog,
+            onlooker=self._onlooker,
             registry=registry,
             store=self._schemas,
             publication=settings.pub,
@@ -176,7 +180,7 @@ class Session:
         self._publisher = await self._build_publisher(ring, standing, decision, registry)
         await self._announce(standing, decision)
         self._coverage = CoverageWatch(
-            catalog=self._catalog,
+            catalog=self._onlooker,
             bucket=bucket,
             registry=registry,
             store=self._schemas,
@@ -236,6 +240,8 @@ class Session:
     async def _refuse_taken_tables(self) -> dict[str, Document]:
         """Stop before a slot is made where another source has a table; all schema documents."""
         stored = await self._schemas.load()
+        if all(one.get("source") == self._settings.slot for one in stored.values()):
+            return stored
         for schema, table in await self._catalog.published_tables(self._settings.pub):
             self._schemas.refuse_foreign(stored.get(table_token(schema, table)))
         return stored

@@ -18,6 +18,7 @@ from bridge.preflight.findings import Finding, problem
 from bridge.preflight.nats import check_nats
 from bridge.preflight.permissions import check_permissions
 from bridge.preflight.postgres import (
+    LOCKED,
     check_postgres,
     check_replication_connection,
     connect_for_check,
@@ -83,7 +84,9 @@ async def _check_source(settings: Settings) -> tuple[list[Finding], _Source]:
             publication=settings.pub,
             warn_bytes=settings.wal_warning,
         )
-        described = await published_tables(connection, settings.pub)
+        described = None
+        if not any(finding.code == LOCKED for finding in found):
+            described = await published_tables(connection, settings.pub)
         standing = await read_standing(connection, settings.slot)
     if not any(finding.blocks for finding in found):
         found += await check_replication_connection(conninfo)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from bridge.preflight.findings import Finding, problem
+from bridge.errors import SourceError
+from bridge.preflight.findings import Finding, problem, warning
 from bridge.preflight.publication import check_publication
 from bridge.preflight.published import read_publication
 from bridge.preflight.server import check_open_transactions, check_server, read_facts
@@ -15,6 +16,7 @@ from bridge.preflight.slot import check_decoding, check_slots, read_slots
 if TYPE_CHECKING:
     from bridge.preflight.published import Publication
 
+LOCKED = "table-locked"
 DEFAULT_WARN_BYTES = 512 * 1024**2
 
 
@@ -35,8 +37,12 @@ async def check_postgres(
     found = check_server(facts)
     if any(finding.code == "pg-version" and finding.blocks for finding in found):
         return found
-    described = await read_publication(connection, publication, facts.version)
-    found += check_publication(described, publication, facts)
+    described = None
+    try:
+        described = await read_publication(connection, publication, facts.version)
+        found += check_publication(described, publication, facts)
+    except psycopg.errors.LockNotAvailable:
+        found.append(_locked(publication))
     slots = await read_slots(connection, facts.major)
     about_slots = check_slots(slots, slot, facts, warn_bytes)
     found += about_slots
@@ -89,7 +95,21 @@ async def published_tables(
     connection: psycopg.AsyncConnection[Any], publication: str
 ) -> Publication | None:
     """The publication as it is, for those who need its tables only."""
-    return await read_publication(connection, publication, connection.info.server_version)
+    try:
+        return await read_publication(connection, publication, connection.info.server_version)
+    except psycopg.errors.LockNotAvailable as error:
+        raise SourceError(f"{_locked(publication).what}; try again when it is done") from error
+
+
+def _locked(publication: str) -> Finding:
+    return warning(
+        "postgres",
+        LOCKED,
+        f"a table of publication {publication} is locked by another session",
+        "the publication cannot be looked at; changes stream all the same, snapshots wait",
+        "SELECT pid, relation::regclass FROM pg_locks WHERE mode = 'AccessExclusiveLock';\n"
+        "-- check again when these sessions are done",
+    )
 
 
 def _unreachable(conninfo: str, error: psycopg.Error) -> Finding:

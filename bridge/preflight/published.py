@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     import psycopg
 
+LOCK_SECONDS = 2
+
 _PUBLICATION = """
 SELECT p.puballtables, p.pubviaroot,
        array_remove(ARRAY[CASE WHEN NOT pubinsert THEN 'insert' END,
@@ -145,7 +147,18 @@ class Publication:
 async def read_publication(
     connection: psycopg.AsyncConnection[Any], publication: str, server_version: int
 ) -> Publication | None:
-    """The publication as the catalog has it now; None if there is none of that name."""
+    """The publication as the catalog has it now; None if there is none of that name.
+
+    PostgreSQL opens every table for this: LockNotAvailable where somebody keeps one to himself.
+    """
+    async with connection.transaction():
+        await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'".encode())
+        return await _read_publication(connection, publication, server_version)
+
+
+async def _read_publication(
+    connection: psycopg.AsyncConnection[Any], publication: str, server_version: int
+) -> Publication | None:
     cursor = await connection.execute(_PUBLICATION, [publication])
     row = await cursor.fetchone()
     if row is None:

@@ -34,12 +34,17 @@ Versioned = tuple[Structure, "list[ColumnType]", int, SchemaNotice | None]
 
 
 class PublishedTables:
-    """Gives the tables of a publication their versions, and stores their documents."""
+    """Gives the tables of a publication their versions, and stores their documents.
+
+    `onlooker` is asked about the publication, which waits while any of its tables is locked; the
+    log must not wait for that.
+    """
 
     def __init__(
         self,
         *,
         catalog: Catalog,
+        onlooker: Catalog,
         registry: SchemaRegistry,
         store: SchemaStore,
         publication: str,
@@ -47,6 +52,7 @@ class PublishedTables:
         confirmed_lsn: Callable[[], int],
     ) -> None:
         self._catalog = catalog
+        self._onlooker = onlooker
         self._registry = registry
         self._store = store
         self._publication = publication
@@ -76,7 +82,7 @@ class PublishedTables:
 
     async def ensure_schema(self, schema: str, table: str) -> int:
         """The version of the table as the catalog has it now, its document stored in KV."""
-        published = await self._catalog.published_columns(
+        published = await self._onlooker.published_columns(
             self._publication, schema, table, self._server_version
         )
         document = await self._registry.from_catalog(
@@ -100,7 +106,7 @@ class PublishedTables:
         while True:
             await stay_cancelled()
             try:
-                for schema, table in await self._catalog.published_tables(self._publication):
+                for schema, table in await self._onlooker.published_tables(self._publication):
                     if not self._registry.is_stored(table_token(schema, table)):
                         await self.ensure_schema(schema, table)
             except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:

@@ -290,3 +290,32 @@ def test_help_and_version_everywhere(capsys, name):
 def test_the_installed_command_and_the_module_are_the_same(run_command):
     assert run_command("bridge", "--version").stdout == f"tailrace {__version__}\n"
     assert run_command("python", "-m", "bridge", "--version").stdout == f"tailrace {__version__}\n"
+
+
+@both_versions
+async def test_a_locked_table_keeps_nobody_from_streaming_the_others(database, cdc, bridge_process):
+    create(database)
+    database.execute("CREATE TYPE mood AS ENUM ('glad', 'sad')")
+    database.execute("CREATE TABLE other (id int PRIMARY KEY, mood mood)")
+    database.execute("ALTER PUBLICATION pub ADD TABLE other")
+    bridge = bridge_process()
+    await eventually(lambda: cdc.kept_coverage(f"slot_{database.name}"))
+    bridge.terminate()
+    assert bridge.wait() == 0
+    with database.connect(autocommit=False) as holder:
+        holder.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
+        bridge_process(ready_timeout=10)
+        database.execute("INSERT INTO other VALUES (1, 'glad')")
+
+        async def arrived():
+            return [event.data for event in await cdc.changes("other")]
+
+        assert await eventually(arrived, 10) == [{"id": 1, "mood": "glad"}]
+
+
+def test_check_tells_of_a_locked_table(database, nats_server, run_command):
+    create(database)
+    with database.connect(autocommit=False) as holder:
+        holder.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
+        done = run_command("bridge", "check", "--slot", "s", "--pub", "pub", "--json", timeout=20)
+    assert "table-locked" in {finding["code"] for finding in json.loads(done.stdout)["findings"]}
