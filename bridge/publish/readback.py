@@ -23,7 +23,6 @@ from bridge.publish.streams import NO_MESSAGE_FOUND, ApiError, api, stored_messa
 from consumer_sdk.wire.envelope import decode_payload
 from consumer_sdk.wire.errors import DictionaryMissing, WireError
 from consumer_sdk.wire.message_id import message_id, parse_message_id
-from consumer_sdk.wire.subjects import escape_token
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -193,12 +192,23 @@ class RecordReader:
                     raise WireError("no columns")
                 record.schemas[change[0]] = document
             else:
-                if not msg_id == document["msg_id"] == _id_of(document, change):
+                if not msg_id == document["msg_id"] == self._id_of(subject, document):
                     raise WireError("not a message of the bridge")
                 record.note(document)
             record.newest_ids.add(msg_id.encode())
         except (WireError, KeyError, TypeError, ValueError, OverflowError):
             record.doubtful = True
+
+    def _id_of(self, subject: str, document: Document) -> str:
+        """The id that a message with these contents has on a subject."""
+        change = self._subjects.split_change(subject)
+        number = "seq"
+        if change is None:
+            change, number = (subject.removeprefix(f"{self._subjects.cdc}."), "message"), "ordinal"
+        token, operation = change
+        return message_id(
+            int(document["lsn"]), token, operation, int(document[number]), int(document["epoch"])
+        )
 
     async def _decode(self, subject: str, headers: dict[str, str], data: bytes) -> Document:
         """Decode a message, after fetching the dictionary it is compressed with."""
@@ -296,21 +306,6 @@ class RecordReader:
                 yield message, int(tokens[-4])
                 if not pending:
                     return
-
-
-def _id_of(document: Document, change: tuple[str, str] | None) -> str:
-    """The id that a message with these contents has."""
-    if change is None:
-        token, operation, number = (
-            f"$message.{escape_token(document['prefix'])}",
-            "message",
-            "ordinal",
-        )
-    else:
-        (token, operation), number = change, "seq"
-    return message_id(
-        int(document["lsn"]), token, operation, int(document[number]), int(document["epoch"])
-    )
 
 
 def _looks_ours(subjects: Subjects, subject: str, headers: dict[str, str]) -> bool:

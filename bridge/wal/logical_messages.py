@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bridge.publish.outgoing import Item, Outgoing, Oversized, object_reference
-from consumer_sdk.wire.subjects import escape_token
+from consumer_sdk.wire.subjects import message_token
 
 if TYPE_CHECKING:
     from bridge.publish.encoder import Encoder
     from consumer_sdk.wire.subjects import Subjects
+
+
+SHOWN_PREFIX: Final = 1000
+"""How much of its prefix a message shows that goes to the object store."""
 
 
 class Noted(NamedTuple):
@@ -48,7 +52,7 @@ class LogicalMessageEncoder:
     ) -> tuple[Item, int]:
         """The message and its size; what exceeds a message goes to the object store."""
         encode = self._encoder.document
-        token = f"$message.{escape_token(noted.prefix)}"
+        token = f"$message.{message_token(noted.prefix)}"
         subject = self._subjects.message(noted.prefix)
         msg_id = f"{commit_lsn:x}-{token}-message-{noted.ordinal}-{self._epoch:x}"
         fields: dict[str, Any] = {
@@ -74,6 +78,9 @@ class LogicalMessageEncoder:
         payload = encode({**fields, **body})
         name, stored = f"{self._source}/{msg_id}", b""
         if len(payload) > self._room:
+            if len(noted.prefix) > SHOWN_PREFIX:
+                body["prefix"] = noted.prefix
+                fields["prefix"] = noted.prefix[:SHOWN_PREFIX]
             stored = encode(body)
             payload = encode(
                 {**fields, "ref": object_reference(self._objects_bucket, name, stored)}

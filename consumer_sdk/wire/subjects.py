@@ -6,6 +6,7 @@ subject (`sales.Odd=20Table=2E1`).
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 from consumer_sdk.wire.errors import WireError
@@ -20,6 +21,7 @@ _FOLD = {upper: upper + 32 for upper in range(ord("A"), ord("Z") + 1)}
 _EMPTY_NAME = "="
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+\Z")
 
+LONGEST_TOKEN = 255
 OPERATIONS = ("insert", "update", "delete", "truncate", "schema", "commit")
 
 
@@ -41,6 +43,17 @@ def unescape_token(token: str) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise WireError(f"not UTF-8 after unescaping: {token!r}") from error
+
+
+def message_token(prefix: str) -> str:
+    """The prefix of a logical message as a token; a long one becomes `==` and its sha256.
+
+    Prefixes have no limit in PostgreSQL, subjects have one in NATS. No escaped name holds `==`.
+    """
+    token = escape_token(prefix)
+    if len(token) > LONGEST_TOKEN:
+        return f"=={hashlib.sha256(prefix.encode()).hexdigest()}"
+    return token
 
 
 def table_token(schema: str, table: str) -> str:
@@ -138,7 +151,7 @@ class Subjects:
 
     def message(self, prefix: str) -> str:
         """Subject of a logical message; the prefix is escaped here."""
-        return f"{self.cdc}.$message.{escape_token(prefix)}"
+        return f"{self.cdc}.$message.{message_token(prefix)}"
 
     def snapshot_request(self, token: str) -> str:
         return f"{self.snapshot}.request.{token}"

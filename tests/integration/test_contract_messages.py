@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
+import msgpack
 import pytest
 
 from bridge.wal.assembler import PACK_ROWS
@@ -98,6 +100,32 @@ async def test_a_message_beyond_max_payload_travels_by_reference(database, cdc, 
     assert len(content) == first["ref"]["size"] > 1_200_000
     assert second["data"] == "small"
     assert (first["ordinal"], second["ordinal"]) == (0, 1)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["msgpack", "json"])
+async def test_a_prefix_of_any_length_is_published_once(database, cdc, bridge_process, flags):
+    database.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    database.publish("t")
+    bridge = bridge_process(*flags)
+    prefixes = ["x" * 255, "x" * 256, "é" * 5000, "z" * 1_200_000]
+    for prefix in prefixes:
+        database.execute("SELECT pg_logical_emit_message(true, %s, 'content')", [prefix])
+    await eventually(lambda: cdc.messages(prefixes[-1]), 10)
+    bridge.kill()
+    bridge_process(*flags)
+    await cdc.settle()
+    for prefix in prefixes[:-1]:
+        (one,) = await cdc.messages(prefix)
+        assert (one.document["prefix"], one.document["data"]) == (prefix, "content")
+        assert len(one.subject) < 300
+    (longest,) = await cdc.messages(prefixes[-1])
+    assert longest.document["prefix"] == "z" * 1000
+    store = await cdc.client.jetstream().object_store(cdc.subjects.objects_bucket)
+    content = (await store.get(longest.document["ref"]["name"])).data
+    assert content is not None
+    assert (json.loads if flags else msgpack.unpackb)(content) == {
+        "data": "content", "encoding": "utf8", "prefix": prefixes[-1],
+    }  # fmt: skip
 
 
 @both_versions
