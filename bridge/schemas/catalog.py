@@ -24,8 +24,9 @@ SELECT oid::int8, typtype, typbasetype::int8, typcategory, typelem::int8, typdel
 FROM pg_catalog.pg_type WHERE oid = ANY(%s::oid[])
 """
 
+# An expression may be of any length, a message may not.
 _ATTRIBUTES = """
-SELECT a.attname, a.attnotnull, pg_catalog.pg_get_expr(d.adbin, d.adrelid),
+SELECT a.attname, a.attnotnull, pg_catalog.left(pg_catalog.pg_get_expr(d.adbin, d.adrelid), 1000),
        a.atttypid::int8, a.atttypmod, a.attgenerated <> '', a.atthasmissing, c.relfilenode::int8
 FROM pg_catalog.pg_attribute a
 JOIN pg_catalog.pg_class c ON c.oid = a.attrelid

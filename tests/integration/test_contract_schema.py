@@ -411,3 +411,15 @@ async def test_a_publication_decides_which_operations_are_published(database, cd
     await cdc.settle()
     assert [e.operation for e in await cdc.changes("t")] == ["INSERT", "DELETE"]
     assert [e.data for e in await cdc.changes("keyless")] == [{"a": 1}]
+
+
+async def test_a_default_of_any_length_stops_nothing(database, cdc, bridge_process):
+    database.execute(
+        f"CREATE TABLE t (id int PRIMARY KEY, a text DEFAULT '{'x' * 1_200_000}', b int DEFAULT 7)"
+    )
+    database.publish("t")
+    bridge_process()
+    database.execute("INSERT INTO t VALUES (1, 'a')")
+    await eventually(lambda: cdc.changes("t"), 10)
+    defaults = [one["column_default"] for one in (await cdc.schema("t"))["columns"]]
+    assert defaults == [None, f"'{'x' * 999}", "7"]
