@@ -100,7 +100,10 @@ def follow_source(
         assert position is not None
         source.copies[table] = FollowedCopy(copy, position.commit_lsn, copy.schema.schema_version)
     if loaded:
-        source.barrier = position.commit_lsn + 1 if kept and position is not None else 0
+        # A snapshot may be older than what already shows, also where every table has one.
+        source.barrier = 0
+        if position is not None and position.epoch == epoch:
+            source.barrier = position.commit_lsn + 1
         source.held = bool(kept and replaced)
         for table, copy in coming.items():
             floor = max(copy.snapshot_lsn - 1, copy.applied_lsn)

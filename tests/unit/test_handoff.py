@@ -380,3 +380,26 @@ def test_promotion_and_position_belong_to_one_commit() -> None:
     assert isinstance(commit, Commit)
     assert {copy.name for copy in promote.copies} == {A, B}
     assert [position.commit_lsn for position in commit.positions] == [lsn]
+
+
+def test_tables_built_anew_from_an_older_snapshot_do_not_go_back() -> None:
+    bench = Bench()
+    source, writer = bench.source, bench.writer
+    older = [source.snapshot(table, source.lsn + 1, bench.stream.last + 1) for table in (A, B)]
+    for key in range(1, 4):
+        source.insert(A, row(key))
+        source.commit()
+    bench.follow()
+    before = bench.shown(A)
+    writer.expect(copy for copy, _ in older)
+    for copy, rows in older:
+        writer.start_load(copy)
+        writer.load(copy, rows)
+        writer.finish_load(copy)
+    # Every step could be the last one before a crash.
+    for steps in range(1, 5):
+        machine = HandOff(writer.read_state(), CREATED)
+        for item in bench.stream.since(machine.start_sequence)[:steps]:
+            writer.perform(machine.advance([item]))
+            assert bench.shown(A) == before
+    assert not writer.read_state().lane(Lane.NEXT)
