@@ -88,8 +88,13 @@ class PostgresEngine:
         return postgres_values.encoder(column)
 
     def equals(self, column: Column) -> str:
-        cast = "::text" if postgres_values.is_compared_as_text(column) else ""
-        return f"{quote(column.name)}{cast} = %s"
+        name = quote(column.name)
+        if column.family == "jsonb":
+            # Printed again, because an event may spell a number otherwise.
+            return f"{name}::text = %s::jsonb::text"
+        if postgres_values.is_compared_as_text(column):
+            return f"format('%%s', {name}) = %s"
+        return f"{name} = %s"
 
     def printed(self, name: str) -> str:
         return printed(quote(name)).replace("'%s'", "'%%s'")

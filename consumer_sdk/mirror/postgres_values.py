@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FIRST_USER_OID: Final = 16384
 
 # Where text tells values apart that PostgreSQL's = does not (1.0 and 1.00), or where there is no =.
-_COMPARED_AS_TEXT: Final = frozenset({"numeric", "interval", "json", "other"})
+_COMPARED_AS_TEXT: Final = frozenset({"numeric", "interval", "json", "jsonb", "other"})
 _BARE_ELEMENT: Final = re.compile(r'[^\s{}",\\]+\Z')
 
 

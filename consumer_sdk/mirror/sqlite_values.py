@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.wire.envelope import to_json_value
@@ -55,7 +56,7 @@ def _json(value: Any, raw: bool) -> str:
 
 def _array(value: Any, raw: bool) -> str:  # noqa: ARG001
     # An array with odd bounds has no list form and is PostgreSQL's text.
-    return value if isinstance(value, str) else json_text(_with_hex(value))
+    return value if isinstance(value, str) else _dumped(_with_hex(value))
 
 
 def _with_hex(value: Any) -> Any:
@@ -66,5 +67,20 @@ def _with_hex(value: Any) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """A JSON document in the spelling of PostgreSQL's jsonb."""
+    """A JSON document as PostgreSQL prints it as jsonb, digit by digit."""
+    text = _dumped(value)
+    # Python writes small numbers with an exponent, PostgreSQL never does.
+    return _without_exponents(value) if "e-" in text else text
+
+
+def _without_exponents(value: Any) -> str:
+    if isinstance(value, dict):
+        items = (f"{_dumped(key)}: {_without_exponents(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_without_exponents, value)) + "]"
+    return format(Decimal(repr(value)), "f") if isinstance(value, float) else _dumped(value)
+
+
+def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
