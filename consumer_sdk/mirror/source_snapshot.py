@@ -94,8 +94,10 @@ class SourceSnapshot:
 
     def _columns(self, layout: TableLayout) -> set[str]:
         rows = self._connection.execute(
-            "SELECT column_name FROM information_schema.columns "
-            "WHERE table_schema = %s AND table_name = %s",
+            "SELECT a.attname FROM pg_catalog.pg_attribute a "
+            "JOIN pg_catalog.pg_class c ON c.oid = a.attrelid "
+            "JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "
+            "WHERE n.nspname = %s AND c.relname = %s AND a.attnum > 0 AND NOT a.attisdropped",
             (layout.schema.schema, layout.schema.table),
         ).fetchall()
         return {name for (name,) in rows}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +13,7 @@ from consumer_sdk.mirror.canonical import Spelling, to_sqlite
 from consumer_sdk.mirror.evolution import key_columns
 from consumer_sdk.mirror.sqlite import SqliteTarget, quote, table_name
 from consumer_sdk.mirror.target_url import display_url, split_url
+from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ Row = tuple[str | None, ...]
 
 
 class TableLayout:
-    """The columns of a comparison and their spellings."""
+    """The columns of a comparison and their spellings; UsageError for a key nobody can look up."""
 
     def __init__(self, schema: TableSchema) -> None:
         self.schema = schema
@@ -38,6 +39,13 @@ class TableLayout:
         self.key_places = [self.names.index(name) for name in self.key]
         self.spellings = [Spelling(column) for column in schema.columns]
         self.families = {column.name: column.family for column in schema.columns}
+        for name in self.key:
+            if self.families[name] in ("array", "jsonb"):
+                table = format_table_name(schema.schema, schema.table)
+                raise UsageError(
+                    f"{table} cannot be verified: rows are not found by {name}, which is of type "
+                    f"{self.columns[self.names.index(name)].data_type}"
+                )
 
     def key_of(self, row: Row) -> str:
         """The key of a row as one text; the whole row where there is no key."""
@@ -86,7 +94,8 @@ class PostgresSide:
     def _types(self) -> list[str]:
         schema = self._layout.schema
         rows = self._connection.execute(
-            "SELECT a.attname, format_type(a.atttypid, NULL) FROM pg_catalog.pg_attribute a "
+            # Without a length, which a bare `character` or `bit` would have: 1.
+            "SELECT a.attname, format_type(a.atttypid, -1) FROM pg_catalog.pg_attribute a "
             "WHERE a.attrelid = to_regclass(%s) AND a.attnum > 0",
             (f"{quote(schema.schema)}.{quote(schema.table)}",),
         ).fetchall()
@@ -261,6 +270,18 @@ def connect_postgres(dsn: str, name: str, **options: Any) -> psycopg.Connection[
     except psycopg.Error as error:
         line = str(error).partition("\n")[0]
         raise NotAvailable(f"{name} cannot be reached: {line}") from error
+
+
+@contextmanager
+def errors_told(table: str) -> Iterator[None]:
+    """NotAvailable for whatever keeps a side from being read; a difference is something else."""
+    import psycopg
+
+    try:
+        yield
+    except (psycopg.Error, sqlite3.Error) as error:
+        line = str(error).partition("\n")[0]
+        raise NotAvailable(f"{table} cannot be compared: {line}") from error
 
 
 def rollback_quietly(connection: psycopg.Connection[Any]) -> None:

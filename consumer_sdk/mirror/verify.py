@@ -20,7 +20,7 @@ from consumer_sdk.errors import NotAvailable, TargetError
 from consumer_sdk.mirror.fold import Fold
 from consumer_sdk.mirror.horizon import newest_lsn
 from consumer_sdk.mirror.source_snapshot import SourceSnapshot
-from consumer_sdk.mirror.table_side import SLICE_ROWS, Replica, TableLayout
+from consumer_sdk.mirror.table_side import SLICE_ROWS, Replica, TableLayout, errors_told
 from consumer_sdk.mirror.target import Lane
 from consumer_sdk.schema import resolve_table
 from consumer_sdk.wire.lsn import format_lsn
@@ -88,8 +88,9 @@ async def verify(
         reports = []
         for name in names:
             copy, position = _live(state, name, reader.name)
-            comparison = _Comparison(client, snapshot, reader, copy, position, log_end)
-            reports.append(await comparison.run(timeout))
+            with errors_told(format_table_name(*name)):
+                comparison = _Comparison(client, snapshot, reader, copy, position, log_end)
+                reports.append(await comparison.run(timeout))
         return reports
     finally:
         await asyncio.to_thread(snapshot.close)

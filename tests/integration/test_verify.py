@@ -198,3 +198,29 @@ def test_verify_refuses_what_it_cannot_compare(
     assert done.returncode == 3
     assert "REPLICATION" in done.stderr
     assert password not in done.stderr
+    # What cannot be read is no difference.
+    done = run_command(
+        "cdc", "verify", "users", "--source", database.role("LOGIN REPLICATION"),
+        "--prefix", prefix, "--replica", f"sqlite:///{path}",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (3, 1), done.stderr
+    assert "permission denied" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_keys_of_a_fixed_length_are_compared_whole(
+    database: Any, bridge_process: Any, mirror_process: Any, verify: Any, replica_database: str,
+    tmp_path: Path, kind: str,
+) -> None:  # fmt: skip
+    database.execute("CREATE TABLE codes (code char(5), mask bit(5), PRIMARY KEY (code, mask))")
+    database.execute("INSERT INTO codes VALUES ('abcde', '10101'), ('a', '10101'), ('b', '00000')")
+    database.execute("CREATE TABLE paths (path int[] PRIMARY KEY)")
+    database.publish("codes", "paths")
+    bridge_process()
+    into = f"sqlite:///{tmp_path}/replica.db" if kind == "sqlite" else replica_database
+    mirror = mirror_process("codes", "paths", "--into", into, "--once")
+    assert mirror.wait() == 0, mirror.describe()
+    said = "codes: equal, 3 rows, 0 changes folded in\n"
+    assert verify("codes", replica=into) == (0, said)
+    code, said = verify("paths", replica=into)
+    assert (code, "rows are not found by path" in said) == (2, True), said
