@@ -66,8 +66,10 @@ class HandOff:
         self._owners: dict[TableName, tuple[str, int]] = {}
         self._queue: dict[FollowedCopy, list[Event]] = {}
         self._actions: list[Action] = []
-        live, coming = state.lane(Lane.LIVE), state.lane(Lane.NEXT)
-        for name in sorted({copy.source for copy in state.copies}):
+        copies = [copy for copy in state.copies if not copy.retired]
+        live = {copy.name: copy for copy in copies if copy.lane is Lane.LIVE}
+        coming = state.lane(Lane.NEXT)
+        for name in sorted({copy.source for copy in copies}):
             mine = {table: copy for table, copy in live.items() if copy.source == name}
             next_ = {table: copy for table, copy in coming.items() if copy.source == name}
             source = follow_source(name, state.positions.get(name), mine, next_)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from consumer_sdk.cancellation import stay_cancelled
-from consumer_sdk.errors import GapError, NotAvailable, UsageError
+from consumer_sdk.errors import GapError, NotAvailable, UnknownTable, UsageError
 from consumer_sdk.mirror.bootstrap import Loader
 from consumer_sdk.mirror.decisions import RepairNeeded
 from consumer_sdk.mirror.follower import Follower, Outcome
@@ -109,6 +109,11 @@ class Mirror:
                 await self._repair(repair)
             except GapError as gap:
                 await self._repair(await self._broken_by(gap))
+            except UnknownTable:
+                # Gone since the last look; the next one leaves it out.
+                if self._wanted is not None:
+                    raise
+                await self._unless_stopped(asyncio.ensure_future(asyncio.sleep(RETRY_SECONDS)))
             except NotAvailable as error:
                 if not patient:
                     raise
@@ -120,10 +125,11 @@ class Mirror:
     async def _plan(self, state: TargetState) -> None:
         """Expect a next copy of every wanted table that the target does not have yet."""
         schemas = {(schema.schema, schema.table): schema for schema in await self._client.tables()}
-        wanted = list(schemas) if self._wanted is None else self._wanted
-        known = {copy.name for copy in state.copies}
+        known = {copy.name for copy in state.copies if not copy.retired}
+        back = [copy.name for copy in state.copies if copy.retired and copy.name in schemas]
+        wanted = list(schemas) if self._wanted is None else [*self._wanted, *back]
         missing = []
-        for name in wanted:
+        for name in dict.fromkeys(wanted):
             if name in known and not self._fresh:
                 continue
             schema = schemas.get(name) or await self._client.schema(name)
@@ -158,7 +164,7 @@ class Mirror:
     async def _discover(self, names: frozenset[TableName]) -> bool:
         """Expect copies of newly published tables; whether there are any."""
         state = await self._write(self._writer.read_state)
-        known = {copy.name for copy in state.copies}
+        known = {copy.name for copy in state.copies if not copy.retired}
         schemas = [s for s in await self._client.tables() if (s.schema, s.table) in names - known]
         schemas = [schema for schema in schemas if self._has_columns(schema)]
         if schemas:
@@ -175,8 +181,10 @@ class Mirror:
         bounds = await self._bounds(patient)
         await self._require_continuity(state, bounds)
         unloaded = [copy for copy in state.copies if not copy.loaded and copy.lane is Lane.NEXT]
+        if unloaded and await self._retire(state, unloaded):
+            return Outcome.AGAIN
         machine = HandOff(state, bounds.created, discover=self._wanted is None)
-        self.status.tables = len({copy.name for copy in state.copies})
+        self.status.tables = len({copy.name for copy in state.copies if not copy.retired})
         self.status.positions = dict(state.positions)
         loading = asyncio.create_task(self._load(unloaded, patient)) if unloaded else None
         try:
@@ -208,6 +216,22 @@ class Mirror:
             if loading is not None and not loading.done():
                 loading.cancel()
                 await asyncio.wait([loading])
+
+    async def _retire(self, state: TargetState, planned: list[TableCopy]) -> bool:
+        """Leave tables out that are not published any more; a table asked for by name is not."""
+        published = {(schema.schema, schema.table) for schema in await self._client.tables()}
+        names = frozenset(copy.name for copy in planned)
+        gone = names - published - set(self._wanted or ())
+        if gone:
+            copies = [copy for copy in state.copies if copy.name in gone]
+            await self._write(lambda: self._writer.retire(copies))
+            reason = "not published any more, rows are kept"
+            self._tell(
+                Notice(
+                    "tables left out", {"tables": table_list(gone), "reason": reason}, warning=True
+                )
+            )
+        return bool(gone)
 
     async def _load(self, copies: list[TableCopy], patient: bool) -> None:
         loader = Loader(
@@ -269,8 +293,9 @@ class Mirror:
             if copy.loaded and (reason := _break(copy.stream_seq, copy.stream_created, bounds)):
                 raise RepairNeeded(reason, [copy.name])
         for source, position in state.positions.items():
-            tables = [copy.name for copy in state.copies if copy.source == source]
-            live = [copy for copy in state.lane(Lane.LIVE).values() if copy.source == source]
+            copies = [c for c in state.copies if c.source == source and not c.retired]
+            tables = [copy.name for copy in copies]
+            live = [copy for copy in copies if copy.lane is Lane.LIVE]
             if all(copy.name in coming for copy in live):
                 continue
             reason = _break(position.stream_seq, position.stream_created, bounds)
@@ -286,7 +311,7 @@ class Mirror:
             await self._require_continuity(state, await self._bounds(patient=True))
         except RepairNeeded as repair:
             return repair
-        return RepairNeeded(gap.reason, [copy.name for copy in state.copies])
+        return RepairNeeded(gap.reason, [c.name for c in state.copies if not c.retired])
 
     async def _repair(self, repair: RepairNeeded) -> None:
         """Plan the broken tables anew; their live copies stay readable until that is done."""

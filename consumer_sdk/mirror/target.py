@@ -50,7 +50,8 @@ class TableCopy:
 
     A next copy holds the snapshot taken at `snapshot_lsn` of `epoch` and every transaction from
     there up to `applied_lsn`; the stream has been read for it up to `stream_seq`. Until it is
-    `loaded`, `snapshot_lsn` is the oldest snapshot that will do, and the rest means nothing.
+    `loaded`, `snapshot_lsn` is the oldest snapshot that will do, and the rest means nothing. A live
+    copy that is not `loaded` is retired.
     """
 
     schema: TableSchema
@@ -74,6 +75,11 @@ class TableCopy:
     def source(self) -> str:
         """The source that publishes the table."""
         return self.schema.source
+
+    @property
+    def retired(self) -> bool:
+        """Whether it keeps its rows, but follows its source no longer."""
+        return self.lane is Lane.LIVE and not self.loaded
 
 
 @dataclass(slots=True)

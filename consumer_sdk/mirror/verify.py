@@ -100,7 +100,7 @@ async def verify(
 def _live(state: TargetState, name: TableName, replica: str) -> tuple[TableCopy, MirrorPosition]:
     copy = state.lane(Lane.LIVE).get(name)
     position = state.positions.get(copy.source) if copy is not None else None
-    if copy is None or position is None:
+    if copy is None or copy.retired or position is None:
         raise TargetError(
             f"replica {replica} does not hold {format_table_name(*name)}; let cdc mirror load it"
         )

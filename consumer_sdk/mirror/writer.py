@@ -87,11 +87,14 @@ class Writer:
             self._target.save_copy(replace(copy, lane=Lane.NEXT, loaded=False))
         self._commit()
 
-    def forget(self, copies: Iterable[TableCopy]) -> None:
-        """Drop copies."""
+    def retire(self, copies: Iterable[TableCopy]) -> None:
+        """Drop next copies, and keep live ones as they are from now on."""
         self._begin_own()
         for copy in copies:
-            self._target.drop(copy)
+            if copy.lane is Lane.LIVE:
+                self._target.save_copy(replace(copy, loaded=False))
+            else:
+                self._target.drop(copy)
         self._commit()
 
     def start_load(self, copy: TableCopy) -> None:

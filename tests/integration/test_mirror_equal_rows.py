@@ -20,7 +20,7 @@ def test_values_that_only_look_different_find_their_row(
     database: Any,
     bridge_process: Any,
     mirror_process: Any,
-    verify: Any,  # noqa: F811
+    verify: Any,
     replica_database: str,
     tmp_path: Path,
     kind: str,

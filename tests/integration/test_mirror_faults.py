@@ -346,3 +346,40 @@ def test_a_postgres_mirror_killed_at_a_named_point_resumes_exactly(
             return False  # a table is not there yet
 
     wait_until(same, 60, mirror.describe)
+
+
+async def test_a_table_that_is_not_published_any_more_does_not_keep_others_from_repair(
+    database: Any, bridge_process: Any, mirror_process: Any, nats_client: Any, prefix: str,
+    run_command: Any, tmp_path: Path,
+) -> None:  # fmt: skip
+    make_users(database)
+    database.execute("CREATE TABLE others (id int PRIMARY KEY, v text)")
+    database.execute("INSERT INTO others VALUES (1, 'kept')")
+    database.execute("ALTER PUBLICATION pub ADD TABLE others")
+    bridge_process()
+    path = tmp_path / "replica.db"
+    into = ("--into", f"sqlite:///{path}")
+    mirror = mirror_process("--all", *into)
+    wait_equal(database.dsn, path, "users", "others", mirror=mirror)
+    mirror.kill()
+    database.execute("ALTER PUBLICATION pub DROP TABLE others")
+    database.execute("UPDATE others SET v = 'unseen'")
+    database.execute("UPDATE users SET v = 'seen'")
+
+    def published() -> str:
+        return str(run_command("cdc", "tables", "--prefix", prefix).stdout)
+
+    wait_until(lambda: "others" not in published(), 30, published)
+    await nats_client.jetstream().purge_stream(Subjects(prefix).cdc_stream)
+    for arguments in (("--all",), ("users",)):
+        mirror = mirror_process(*arguments, *into)
+        wait_equal(database.dsn, path, "users", mirror=mirror)
+        database.execute("UPDATE users SET v = v || '.'")
+        wait_equal(database.dsn, path, "users", mirror=mirror)
+        mirror.kill()
+    assert sqlite_rows(path, "others") == [{"id": 1, "v": "kept"}]
+    # It is followed again when it comes back.
+    database.execute("ALTER PUBLICATION pub ADD TABLE others")
+    database.execute("INSERT INTO others VALUES (2, 'back')")
+    mirror = mirror_process("--all", *into)
+    wait_equal(database.dsn, path, "users", "others", mirror=mirror)
