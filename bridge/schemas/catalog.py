@@ -27,7 +27,8 @@ FROM pg_catalog.pg_type WHERE oid = ANY(%s::oid[])
 # An expression may be of any length, a message may not.
 _ATTRIBUTES = """
 SELECT a.attname, a.attnotnull, pg_catalog.left(pg_catalog.pg_get_expr(d.adbin, d.adrelid), 1000),
-       a.atttypid::int8, a.atttypmod, a.attgenerated <> '', a.atthasmissing, c.relfilenode::int8
+       a.atttypid::int8, a.atttypmod, a.attgenerated <> '', a.atthasmissing,
+       a.attnum, c.relfilenode::int8
 FROM pg_catalog.pg_attribute a
 JOIN pg_catalog.pg_class c ON c.oid = a.attrelid
 LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
@@ -81,6 +82,8 @@ class CatalogColumn:
     is_generated: bool
     is_backfilled: bool
     """Rows from before the column was added have a value that was never logged."""
+    number: int
+    """Its attnum, which is never used twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +184,8 @@ class Catalog:
         attributes = await self.rows(_ATTRIBUTES, [relation_id])
         primary_key = tuple(row[0] for row in await self.rows(_PRIMARY_KEY, [relation_id]))
         columns = tuple(
-            CatalogColumn(name, not not_null, default, type_oid, modifier, generated, missing)
-            for name, not_null, default, type_oid, modifier, generated, missing, _ in attributes
+            CatalogColumn(name, not not_null, default, *facts)
+            for name, not_null, default, *facts, _ in attributes
         )
         # A partitioned table has no storage of its own that could tell of a rewrite.
         filenode = (attributes[0][-1] or None) if attributes else None

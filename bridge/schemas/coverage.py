@@ -2,9 +2,10 @@
 
 The log carries rows. That a table left the publication and came back, that it has another row
 filter, or that a partition below a published root was truncated, attached, detached or dropped,
-moves rows into or out of what is published without a word in the log. So the bridge remembers what
-was covered, compares it with the catalog every few seconds and after a start, and says `gap` in
-the stream: readers take a new snapshot of the table.
+moves rows into or out of what is published without a word in the log. A column dropped and added
+again, or rewritten to the type it had, has other values and the same description. So the bridge
+remembers what was covered, compares it with the catalog every few seconds and after a start, and
+says `gap` in the stream: readers take a new snapshot of the table.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 FILTERS_VERSION = 150000
 """Since 15 a publication may have row filters and column lists."""
+
+SHAPES = 4
+"""So many descriptions of a table are remembered."""
 
 ABSENT = "it was out of the publication for a while"
 
@@ -43,6 +47,20 @@ WHERE t.pubname = %s
 """
 _SCHEMAS = """
 LEFT JOIN pg_catalog.pg_publication_namespace s ON s.pnpubid = p.oid AND s.pnnspid = n.oid
+"""
+
+# Digests, because KV holds them for every table. Numbers of columns are never used twice.
+_COLUMNS = """
+SELECT c.oid::int8,
+       pg_catalog.hashtextextended(string_agg(
+           concat_ws(' ', a.atttypid, a.atttypmod, a.attname), ',' ORDER BY a.attnum), 0),
+       pg_catalog.hashtextextended(string_agg(a.attnum::text, ',' ORDER BY a.attnum), 0),
+       pg_catalog.hashtextextended(string_agg(a.xmin::text, ',' ORDER BY a.attnum), 0),
+       c.relfilenode::int8
+FROM pg_catalog.pg_class c
+JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+WHERE c.oid = ANY(%s::oid[])
+GROUP BY c.oid, c.relfilenode
 """
 
 _LEAVES = """
@@ -86,6 +104,9 @@ class Covered:
     """What makes it a part of the publication: another one after it left and came back."""
     row_filter: str | None = None
     columns: str | None = None
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    """By a digest of names and types of its columns, the latest last: digests of their numbers and
+    of the transactions that have changed them, and the file that holds the rows."""
     leaves: dict[str, int] = field(default_factory=dict)
     """Partitions below a published root, by OID, and the files that hold their rows."""
     changed_by: dict[str, int] = field(default_factory=dict, compare=False)
@@ -101,7 +122,16 @@ class Covered:
         known = {one.name for one in fields(cls)} - {"changed_by"}
         covered = cls(**{name: value for name, value in document.items() if name in known})
         covered.leaves = {str(leaf): int(node) for leaf, node in covered.leaves.items()}
+        covered.shapes = {
+            shape: [int(numbers), int(touched), int(filenode)]
+            for shape, (numbers, touched, filenode) in covered.shapes.items()
+        }
         return covered
+
+    def remember(self, before: Covered) -> None:
+        """Keep what an earlier look has seen of the columns."""
+        older = {shape: one for shape, one in before.shapes.items() if shape not in self.shapes}
+        self.shapes = dict([*older.items(), *self.shapes.items()][-SHAPES:])
 
     @property
     def document(self) -> dict[str, Any]:
@@ -131,14 +161,18 @@ async def read_coverage(catalog: Catalog, publication: str, server_version: int)
     )
     coverage: Coverage = {}
     roots: dict[int, Covered] = {}
+    tables: dict[int, Covered] = {}
     rows = await catalog.rows(query, [publication])
     for schema, table, relation_id, is_root, entry, row_filter, columns in rows:
         covered = Covered(
             schema, table, publication_id, letters, relation_id, entry, row_filter, columns
         )
         coverage[table_token(schema, table)] = covered
+        tables[relation_id] = covered
         if is_root:
             roots[relation_id] = covered
+    for relation_id, *digests in await catalog.rows(_COLUMNS, [list(tables)]):
+        tables[relation_id].shapes = {str(digests[0]): digests[1:]}
     if roots:
         for root, leaf, filenode, xid in await catalog.rows(_LEAVES, [list(roots)]):
             roots[root].leaves[str(leaf)] = filenode
@@ -198,6 +232,13 @@ def _differences(before: Covered, now: Covered) -> Iterator[str]:
         yield "its list of columns was changed"
     if before.publication and before.entry != now.entry:
         yield ABSENT
+    # Readers know a new description by its schema version; one that returns has its old version.
+    for shape, (numbers, touched, filenode) in now.shapes.items():
+        were = before.shapes.get(shape, [numbers, touched, filenode])
+        if were[0] != numbers:
+            yield "a column was dropped and added again"
+        if were[1] != touched and were[2] != filenode:
+            yield "a column was rewritten"
 
 
 def rewritten(before: Covered, now: Covered) -> list[str]:

@@ -144,6 +144,8 @@ class CoverageWatch:
                 covered.schema_version, self._registry.newest_version(token)
             )
             found[token] = covered
+        for token in known.keys() & found.keys():
+            found[token].remember(known[token])
         if found != self._saved:
             await self._save(found)
         self._known = found

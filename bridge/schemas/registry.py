@@ -201,6 +201,7 @@ class SchemaRegistry:
                     "base_type_oid": kind.base_oid,
                     "element_oid": kind.element_oid,
                     "backfilled": column.is_backfilled if column else None,
+                    "number": column.number if column else None,
                 }
             )
         published = {name for name, *_ in structure.columns}

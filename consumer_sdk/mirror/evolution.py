@@ -50,7 +50,8 @@ def compare(old: TableSchema, new: TableSchema) -> Evolution:
     before = {column.name: column for column in old.columns}
     after = {column.name: column for column in new.columns}
     kept = [name for name in before if name in after]
-    if kept != [name for name in after if name in before]:
+    in_place = kept == [name for name in after if name in before]
+    if not in_place or any(_is_another(before[name], after[name]) for name in kept):
         return Evolution(Effect.REBUILD, "a column was dropped and added again")
     added = [column for column in new.columns if column.name not in before]
     if added and len(kept) < len(before):
@@ -75,6 +76,11 @@ def compare(old: TableSchema, new: TableSchema) -> Evolution:
 def same_structure(old: TableSchema, new: TableSchema) -> bool:
     """Whether rows of one fit the other as they are."""
     return compare(old, new).effect is Effect.NONE
+
+
+def _is_another(old: Column, new: Column) -> bool:
+    """Whether a column only has the name of the old one."""
+    return None not in (old.number, new.number) and old.number != new.number
 
 
 def _same_type(old: Column, new: Column) -> bool:

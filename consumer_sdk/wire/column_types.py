@@ -113,7 +113,7 @@ class Column:
 
     `base_type_oid` is the type behind a domain, else `type_oid`; `element_oid` is the element type
     of an array, else 0. `backfilled` says whether rows from before the column was added have a
-    value in it; None where that is not known.
+    value in it, `number` is another one for another column; None where that is not known.
     """
 
     name: str
@@ -127,6 +127,7 @@ class Column:
     base_type_oid: int
     element_oid: int
     backfilled: bool | None = None
+    number: int | None = None
 
     @property
     def family(self) -> Family:
@@ -180,6 +181,7 @@ class Column:
             base_type_oid=base_type_oid,
             element_oid=int(element_oid),
             backfilled=backfilled if isinstance(backfilled, bool) else None,
+            number=None if document.get("number") is None else int(document["number"]),
         )
 
     def to_document(self) -> dict[str, Any]:
@@ -198,6 +200,8 @@ class Column:
         }
         if self.backfilled is not None:
             document["backfilled"] = self.backfilled
+        if self.number is not None:
+            document["number"] = self.number
         return document
 
 

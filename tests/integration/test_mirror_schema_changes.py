@@ -90,3 +90,25 @@ def test_a_table_dropped_and_created_again_is_rebuilt(mirrored: Any, database: A
         "INSERT INTO users VALUES (1, 'again', 2)",
     )
     assert "created again" in said
+
+
+@pytest.mark.parametrize(
+    ("statements", "reason"),
+    [
+        (
+            ("ALTER TABLE users DROP COLUMN n", "ALTER TABLE users ADD COLUMN n numeric(6,2)"),
+            "dropped and added again",
+        ),
+        (("ALTER TABLE users ALTER COLUMN n TYPE numeric(6,2) USING n * 2",), "was rewritten"),
+        (
+            ("ALTER TABLE users RENAME COLUMN n TO m", "ALTER TABLE users ADD COLUMN n int"),
+            "dropped and added again",
+        ),
+    ],
+    ids=["again", "rewritten", "replaced"],
+)
+def test_columns_that_only_look_the_same_rebuild_the_table(
+    mirrored: Any, statements: tuple[str, ...], reason: str
+) -> None:
+    mirrored("INSERT INTO users VALUES (100, 'before', 1)")
+    assert reason in mirrored(*statements, "INSERT INTO users (id, n) VALUES (101, 5)")

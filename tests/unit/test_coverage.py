@@ -86,7 +86,32 @@ def test_a_truncate_that_the_log_tells_of_is_no_change() -> None:
     assert "truncated" in (changes(ROOT, mixed) or "")
 
 
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ([2, 50, 60], "dropped and added again"),
+        ([1, 51, 61], "was rewritten"),
+        # VACUUM FULL or TRUNCATE, and a default or a statistics target that was set.
+        ([1, 50, 61], None),
+        ([1, 51, 60], None),
+    ],
+)
+def test_columns_of_the_same_description_are_told_apart(
+    shape: list[int], reason: str | None
+) -> None:
+    before, now = replace(USERS, shapes={"7": [1, 50, 60]}), replace(USERS, shapes={"7": shape})
+    found = changes(before, now)
+    assert (reason in found) if reason and found else found is reason
+    assert changes(USERS, now) is None
+    # Nor does a look at the table without the column hide it.
+    between = replace(USERS, shapes={"8": [3, 50, 60]})
+    assert changes(before, between) is None
+    between.remember(before)
+    assert changes(between, now) == found
+
+
 def test_what_is_remembered_is_read_as_it_was() -> None:
-    for covered in (USERS, ROOT, replace(USERS, is_gone=True, schema_version=4)):
+    shaped = replace(USERS, shapes={"-7": [1, -2, 3], "8": [4, 5, 6]})
+    for covered in (USERS, ROOT, shaped, replace(USERS, is_gone=True, schema_version=4)):
         document = json.loads(json.dumps({**covered.document, "of a later version": 1}))
         assert Covered.from_document(document) == covered
