@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from consumer_sdk.errors import GapError
+from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.position import Position
 
 if TYPE_CHECKING:
@@ -50,8 +52,9 @@ class TransactionBuilder:
 
     Logical messages written after a transaction's last change are stored after its end: they come
     as a second transaction with the same commit LSN. Messages without any end are complete when
-    their source moves on. Events of the transactions in `cut`, given as (source, commit LSN), are
-    dropped: their beginning was not read.
+    their source moves on. Changes without an end are dropped where a new epoch cut them off, and
+    raise GapError elsewhere. Events of the transactions in `cut`, given as (source, commit LSN),
+    are dropped: their beginning was not read.
     """
 
     def __init__(self, cut: frozenset[tuple[str, int]] = frozenset()) -> None:
@@ -67,7 +70,7 @@ class TransactionBuilder:
         current = self._open.get(source)
         if event.operation == "PROGRESS":
             if current is not None and event.commit_lsn > current.commit_lsn:
-                return [self._open.pop(source)]
+                return self._without_end(stored)
             return []
         if event.operation == "SCHEMA":
             waiting = self._notices.setdefault(source, []) if current is None else current.events
@@ -80,7 +83,7 @@ class TransactionBuilder:
             return []
         complete = []
         if current is not None and (current.epoch, current.commit_lsn) != mark:
-            complete.append(self._open.pop(source))
+            complete += self._without_end(stored)
             current = None
         if current is None:
             current = self._begin(stored)
@@ -94,6 +97,20 @@ class TransactionBuilder:
             self._ended[source] = mark
             complete.append(self._open.pop(source))
         return complete
+
+    def _without_end(self, following: Stored) -> list[Transaction]:
+        """Take the transaction that was open; only logical messages are complete without an end."""
+        transaction = self._open.pop(following.event.source)
+        if not any(event.operation in COUNTED for event in transaction.events):
+            return [transaction]
+        if transaction.epoch == following.event.epoch:
+            raise GapError(
+                f"transaction {format_lsn(transaction.commit_lsn)} of source "
+                f"{transaction.source} has no end",
+                transaction.last_sequence + 1,
+                following.stream_seq,
+            )
+        return []
 
     def _begin(self, stored: Stored) -> Transaction:
         event = stored.event

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from consumer_sdk.decoder import Stored
+from consumer_sdk.errors import GapError
 from consumer_sdk.transactions import Transaction, TransactionBuilder
 from consumer_sdk.wire.envelope import Event
 
@@ -83,6 +84,15 @@ def test_logical_messages_alone_are_complete_when_their_source_moves_on() -> Non
     assert shape(group(first, event("PROGRESS", 4))) == []
     assert shape(group(first, event("PROGRESS", 6))) == [(5, [0])]
     assert shape(group(first, event("PROGRESS", 6, source="b"))) == []
+
+
+def test_changes_without_an_end_are_never_a_transaction() -> None:
+    half = event("INSERT", 5), event("INSERT", 5, 1)
+    assert shape(group(*half, event("INSERT", 3, epoch=2, last=True))) == [(3, [0])]
+    assert shape(group(*half, event("PROGRESS", 9, epoch=2))) == []
+    for later in (event("INSERT", 8, last=True), event("PROGRESS", 6)):
+        with pytest.raises(GapError, match="has no end"):
+            group(*half, later)
 
 
 def test_logical_messages_behind_the_last_change_come_on_their_own() -> None:
