@@ -92,6 +92,9 @@ class MemoryTarget:
     def close(self) -> None:
         self._steps.clear()
 
+    def interrupt(self) -> None:
+        """Nothing here waits for long."""
+
     def read_state(self) -> TargetState:
         return TargetState(dict(self._positions), list(self._copies.values()))
 

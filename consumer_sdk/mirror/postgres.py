@@ -202,6 +202,12 @@ class PostgresTarget(SqlTarget):
             opened.connection.close()
         self._forget_writers()
 
+    def interrupt(self) -> None:
+        opened = self._opened
+        if opened is not None:
+            with suppress(psycopg.Error):
+                opened.connection.cancel_safe(timeout=CONNECT_SECONDS)
+
     def begin(self) -> None:
         self._engine.execute("BEGIN")
         if not self._has_state:

@@ -43,6 +43,7 @@ Result = TypeVar("Result")
 REPAIR_PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
 CALM_SECONDS = 60.0
 RETRY_SECONDS = 1.0
+INTERRUPT_SECONDS = 1.0
 
 
 class Mirror:
@@ -340,12 +341,18 @@ class Mirror:
     # the target's thread
 
     async def _call(self, step: Callable[..., Result], *arguments: object) -> Result:
-        """Run a step on the target's own thread; it ends even if this is cancelled."""
+        """Run a step on the target's own thread; if this is cancelled, it ends before that shows.
+
+        A step that then goes on for a while may wait for somebody else, and is interrupted.
+        """
         running = asyncio.get_running_loop().run_in_executor(self._thread, step, *arguments)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait([running])
+            while not (await asyncio.wait([running], timeout=INTERRUPT_SECONDS))[0]:
+                await asyncio.to_thread(self._writer.interrupt)
+            # Whatever came of it is given up.
+            running.exception()
             raise
 
     async def _write(self, step: Callable[[], Result]) -> Result:

@@ -224,6 +224,12 @@ class SqliteTarget(SqlTarget):
                 self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
         self._lock.release(remove=not self._has_state)
 
+    def interrupt(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            with suppress(sqlite3.Error):
+                connection.interrupt()
+
     def begin(self) -> None:
         if self._has_state:
             self._engine.execute("BEGIN IMMEDIATE")

@@ -104,9 +104,10 @@ class SnapshotRow(NamedTuple):
 class Target(Protocol):
     """A place to mirror tables into.
 
-    All calls come from one thread, one after another. `apply`, `load`, `alter`, `create`, `drop`,
-    `promote`, `save_position`, `save_copy` come between `begin` and `commit` or `rollback`; after a
-    crash the target is as of the last `commit`. Trouble is reported as TargetError.
+    All calls but `interrupt` come from one thread, one after another. `apply`, `load`, `alter`,
+    `create`, `drop`, `promote`, `save_position`, `save_copy` come between `begin` and `commit` or
+    `rollback`; after a crash the target is as of the last `commit`. Trouble is reported as
+    TargetError.
     """
 
     def open(self) -> None:
@@ -115,6 +116,10 @@ class Target(Protocol):
 
     def close(self) -> None:
         """Give up what is not committed, and let another mirror in."""
+        ...
+
+    def interrupt(self) -> None:
+        """Let a call that waits for others, as for a lock, fail; from another thread, any time."""
         ...
 
     def read_state(self) -> TargetState:

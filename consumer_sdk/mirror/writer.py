@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """The only one that changes the target; every method is called from the same thread."""
+    """The only one that changes the target; every method but `interrupt` belongs to one thread."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -34,6 +34,10 @@ class Writer:
             self.rollback()
         finally:
             self._target.close()
+
+    def interrupt(self) -> None:
+        """Let a call that is under way end soon; for any thread."""
+        self._target.interrupt()
 
     def read_state(self) -> TargetState:
         """What the target remembers, as of its last commit."""

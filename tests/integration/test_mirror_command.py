@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import psycopg
 import pytest
 
 from consumer_sdk.wire.subjects import Subjects
@@ -224,3 +225,31 @@ def test_postgres_replica_follows_under_load_through_kills(
             return [error]
 
     wait_until(lambda: not differences(), 60, lambda: f"{differences()}\n{mirror.describe()}")
+
+
+def test_a_second_interrupt_ends_a_mirror_whose_target_is_locked(
+    database: Any, bridge_process: Any, mirror_process: Any, replica_database: str
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    bridge_process()
+    mirror = mirror_process("users", "--into", replica_database)
+    mirror.wait_logged("event=following")
+    mirror_waits = "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)"
+    with psycopg.connect(replica_database) as reader:
+        wait_until(
+            lambda: reader.execute("SELECT to_regclass('public.users')").fetchone() != (None,), 30
+        )
+        reader.execute("LOCK TABLE users IN ACCESS EXCLUSIVE MODE")
+        database.execute("INSERT INTO users VALUES (1)")
+        wait_until(lambda: reader.execute(mirror_waits).fetchone() == (True,), 30, mirror.describe)
+        mirror.interrupt()
+        # Both would be taken for one if they came at once.
+        with pytest.raises(AssertionError):
+            mirror.wait(1)
+        mirror.interrupt()
+        mirror.wait(20)
+    mirror = mirror_process("users", "--into", replica_database, "--once")
+    assert mirror.wait() == 0, mirror.describe()
+    with psycopg.connect(replica_database) as reader:
+        assert reader.execute("SELECT id FROM users").fetchall() == [(1,)]
