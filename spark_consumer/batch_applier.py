@@ -215,13 +215,14 @@ class BatchApplier:
             version=schema.schema_version,
             change=evolution.change,
         )
+        # Committed with its columns, so that a new column is told from one that comes back.
+        kept.position = kept.position.moved_to(0, 0, schema.schema_version)
         if evolution.change == "rewrite":
             self._writer.rewrite(kept, evolution.shape)
         elif evolution.change == "add":
             known = set(kept.table.columns.names)
             missing = [one for one in evolution.shape.columns if one.name not in known]
-            if missing:
-                kept.table.add_columns(missing)
+            kept.table.add_columns(missing, kept.position)
         kept.shape, kept.schema = evolution.shape, schema
 
     def _plans(self) -> list[DecodingPlan]:

@@ -183,10 +183,11 @@ class DeltaLakeTable:
         if self.position(position.source) != position:
             self.advance(position)
 
-    def add_columns(self, columns: Sequence[pa.Field]) -> None:
+    def add_columns(self, columns: Sequence[pa.Field], position: LakePosition) -> None:
         """Append columns."""
         fields = Schema.from_arrow(pa.schema(columns)).fields
-        self._commit(lambda: self._table.alter.add_columns(fields))
+        properties = _properties(position)
+        self._commit(lambda: self._table.alter.add_columns(fields, commit_properties=properties))
 
     def tend(self) -> None:
         """Compact after many small commits, and drop files that no kept version needs."""

@@ -97,7 +97,7 @@ class LakeTable(Protocol):
     def advance(self, position: LakePosition) -> None:
         """Move the position alone."""
 
-    def add_columns(self, columns: Sequence[pa.Field]) -> None:
+    def add_columns(self, columns: Sequence[pa.Field], position: LakePosition) -> None:
         """Append columns; existing rows hold null there."""
 
     def tend(self) -> None:

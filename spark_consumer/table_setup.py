@@ -198,7 +198,8 @@ class TableSetup:
         evolution = evolve(shape, current, current, self._policy)
         if evolution.change == "add":
             known = set(table.columns.names)
-            table.add_columns([one for one in evolution.shape.columns if one.name not in known])
+            missing = [one for one in evolution.shape.columns if one.name not in known]
+            table.add_columns(missing, position)
         return KeptTable(
             table_token(schema.schema, schema.table),
             self._lake.table_root(schema.schema, schema.table),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
 
+from consumer_sdk.mirror.evolution import Effect, compare
 from consumer_sdk.wire.subjects import format_table_name
 from spark_consumer.change_columns import DELETED, SYNCED_AT
 from spark_consumer.column_mapping import arrow_type, can_be_unrepresentable, widened
@@ -60,7 +61,7 @@ class Evolution:
     """What a new schema version asks of the lake.
 
     add: append columns. rewrite: the table with wider types. rebuild: bootstrap again, because
-    existing rows hold values that no event tells; `reason` says why.
+    existing rows may hold values that no event tells; `reason` says why.
     """
 
     shape: TableShape
@@ -73,18 +74,9 @@ def shape_of(schema: TableSchema, policy: Unrepresentable = "error") -> TableSha
 
     UnsuitableTableError where its rows cannot be told apart or its columns cannot be named.
     """
-    name = format_table_name(schema.schema, schema.table)
-    key = row_key(schema)
-    fields: list[pa.Field] = []
-    for column in schema.columns:
-        if column.name in (DELETED, SYNCED_AT):
-            raise UnsuitableTableError(
-                f"table {name}: column {column.name} has a name that the lake needs for itself; "
-                "leave it out of the publication"
-            )
-        fields.extend(_fields(column, policy))
-    _require_distinct(name, [field.name for field in fields])
-    return TableShape(schema.schema, schema.table, pa.schema(fields), key)
+    return TableShape(
+        schema.schema, schema.table, pa.schema(_all_fields(schema, policy)), row_key(schema)
+    )
 
 
 def row_key(schema: TableSchema) -> tuple[str, ...]:
@@ -99,6 +91,21 @@ def row_key(schema: TableSchema) -> tuple[str, ...]:
             f"ALTER TABLE {name} REPLICA IDENTITY FULL"
         )
     return key
+
+
+def _all_fields(schema: TableSchema, policy: Unrepresentable) -> list[pa.Field]:
+    """The fields of all columns; UnsuitableTableError where they cannot be named."""
+    name = format_table_name(schema.schema, schema.table)
+    fields: list[pa.Field] = []
+    for column in schema.columns:
+        if column.name in (DELETED, SYNCED_AT):
+            raise UnsuitableTableError(
+                f"table {name}: column {column.name} has a name that the lake needs for itself; "
+                "leave it out of the publication"
+            )
+        fields.extend(_fields(column, policy))
+    _require_distinct(name, [field.name for field in fields])
+    return fields
 
 
 def _fields(column: Column, policy: Unrepresentable) -> list[pa.Field]:
@@ -131,6 +138,7 @@ def evolve(
     SchemaChangeError for what neither adding, widening nor leaving null can follow.
     """
     key = row_key(after)
+    _all_fields(after, policy)
     if key != shape.key:
         raise _incompatible(shape, f"its key is now ({', '.join(key) or 'none'})")
     known_before = {column.name for column in before.columns}
@@ -161,11 +169,13 @@ def evolve(
                 change = "rewrite"
     _require_distinct(shape.name, list(fields))
     evolved = TableShape(shape.schema, shape.table, pa.schema(list(fields.values())), key)
-    filled = [c.name for c in added if c.column_default is not None or not c.is_nullable]
-    if filled:
-        return Evolution(
-            evolved, "rebuild", f"column {filled[0]} was added with a value for existing rows"
-        )
+    again = [column.name for column in added if column.name in shape.columns.names]
+    if again:
+        # The lake still has what was dropped.
+        return Evolution(evolved, "rebuild", f"column {again[0]} was dropped and added again")
+    found = compare(before, after)
+    if found.effect is Effect.REBUILD:
+        return Evolution(evolved, "rebuild", found.reason)
     return Evolution(evolved, change)
 
 

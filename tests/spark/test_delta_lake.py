@@ -119,9 +119,10 @@ def test_the_whole_table_is_replaced_with_other_columns(table: DeltaLakeTable) -
     table.replace(files(table._root, (1, 5), columns=wider), wider, START.moved_to(15, 0))
     assert table.columns == wider
     assert [row[1] for row in rows_of(table)] == [5]
-    table.add_columns([pa.field("later", pa.timestamp("us"))])
+    there = START.moved_to(15, 0, START.schema_version + 1)
+    table.add_columns([pa.field("later", pa.timestamp("us"))], there)
     assert table.columns.names == ["id", "new", "later"]
-    assert table.position("slot") == START.moved_to(15, 0)
+    assert table.position("slot") == there
 
 
 def test_the_position_survives_compaction_and_log_checkpoints(table: DeltaLakeTable) -> None:

@@ -216,7 +216,7 @@ def _announce_column(settings: NatsSettings, name: str, column: str) -> int:
                 {
                     **schema,
                     "schema_version": version,
-                    "columns": [*schema["columns"], {**text, "is_nullable": True}],
+                    "columns": [*schema["columns"], {**text, "backfilled": False}],
                     "operation": "SCHEMA",
                     "msg_id": "announced",
                     "subject": subject,

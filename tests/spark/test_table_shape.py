@@ -26,6 +26,7 @@ def schema(*columns: tuple[str, int] | tuple[str, int, Spec], **fields: Any) -> 
                 "data_type": "type",
                 "type_oid": oid,
                 "is_key": name == "id",
+                "backfilled": False,
                 **spec,
             }
         )
@@ -40,6 +41,7 @@ def schema(*columns: tuple[str, int] | tuple[str, int, Spec], **fields: Any) -> 
         "lsn": 1,
         "primary_key": ["id"],
         "replica_identity": "default",
+        "filenode": 7,
         "columns": described,
     }
     return TableSchema.from_document({**document, **fields})
@@ -47,6 +49,7 @@ def schema(*columns: tuple[str, int] | tuple[str, int, Spec], **fields: Any) -> 
 
 ID = ("id", oids.INT8)
 NAME = ("name", oids.TEXT)
+AT = ("at", oids.TIMESTAMP)
 
 
 def types(shape: TableShape) -> dict[str, pa.DataType]:
@@ -73,7 +76,7 @@ def test_columns_that_the_lake_cannot_tell_apart_are_refused() -> None:
 
 
 def test_text_of_unrepresentable_values_has_a_column_beside() -> None:
-    shape = shape_of(schema(ID, NAME, ("at", oids.TIMESTAMP)), "text")
+    shape = shape_of(schema(ID, NAME, AT), "text")
     assert list(types(shape)) == ["id", "name", "at", "at__text"]
 
 
@@ -91,20 +94,47 @@ def test_an_added_column_is_added_and_a_dropped_one_stays() -> None:
     assert (dropped.change, list(types(dropped.shape))) == ("none", ["id", "name", "age"])
 
 
-def test_a_wider_type_rewrites_and_a_narrower_one_changes_nothing() -> None:
-    before, after = schema(ID, ("n", oids.INT4)), schema(ID, ("n", oids.INT8))
+def test_a_wider_type_that_leaves_the_rows_alone_rewrites() -> None:
+    before = schema(ID, ("n", oids.NUMERIC, {"type_modifier": 4 + (10 << 16) + 2}))
+    after = schema(ID, ("n", oids.NUMERIC, {"type_modifier": 4 + (12 << 16) + 2}))
     wider = evolve(shape_of(before), before, after)
-    assert (wider.change, types(wider.shape)["n"]) == ("rewrite", pa.int64())
-    back = evolve(wider.shape, after, before)
-    assert (back.change, types(back.shape)["n"]) == ("none", pa.int64())
+    assert (wider.change, types(wider.shape)["n"]) == ("rewrite", pa.decimal128(12, 2))
 
 
-@pytest.mark.parametrize("spec", [{"column_default": "5"}, {"is_nullable": False}])
+@pytest.mark.parametrize("oid", [oids.INT2, oids.INT8])
+def test_a_type_for_which_the_rows_are_converted_needs_a_new_bootstrap(oid: int) -> None:
+    before = schema(ID, ("n", oids.INT4))
+    found = evolve(shape_of(before), before, schema(ID, ("n", oid)))
+    assert (found.change, found.reason) == ("rebuild", "the type of column n changed")
+
+
+@pytest.mark.parametrize(
+    "spec", [{"column_default": "5"}, {"is_nullable": False}, {"backfilled": True}]
+)
 def test_a_column_whose_value_in_old_rows_is_unknown_needs_a_new_bootstrap(spec: Spec) -> None:
     before = schema(ID)
     found = evolve(shape_of(before), before, schema(ID, ("n", oids.INT4, spec)))
     assert found.change == "rebuild"
-    assert "column n was added" in found.reason
+    assert "the new column n" in found.reason
+
+
+def test_a_column_that_comes_back_needs_a_new_bootstrap() -> None:
+    before, without = schema(ID, NAME), schema(ID)
+    dropped = evolve(shape_of(before), before, without)
+    found = evolve(dropped.shape, without, before)
+    assert (found.change, found.reason) == ("rebuild", "column name was dropped and added again")
+
+
+def test_columns_in_another_order_need_a_new_bootstrap() -> None:
+    before, after = schema(ID, NAME, ("b", oids.TEXT)), schema(ID, ("b", oids.TEXT), NAME)
+    assert evolve(shape_of(before), before, after).change == "rebuild"
+
+
+@pytest.mark.parametrize("name", ["_deleted", "at__text"])
+def test_a_new_column_does_not_take_the_place_of_one_of_the_lakes_own(name: str) -> None:
+    before, after = schema(ID, AT), schema(ID, AT, (name, oids.TEXT))
+    with pytest.raises(UnsuitableTableError, match=name):
+        evolve(shape_of(before, "text"), before, after, "text")
 
 
 @pytest.mark.parametrize(
