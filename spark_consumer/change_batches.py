@@ -23,7 +23,7 @@ from spark_consumer.change_columns import (
     UNCHANGED,
     ChangeFacts,
 )
-from spark_consumer.column_mapping import arrow_type, widened
+from spark_consumer.column_mapping import arrow_type, is_text, widened
 from spark_consumer.column_values import ColumnWriter, jsonb_text
 from spark_consumer.errors import SchemaChangeError
 from spark_consumer.table_shape import TEXT_SUFFIX
@@ -62,6 +62,7 @@ class _Projection:
     """Rows of one schema version as the lake's columns."""
 
     def __init__(self, shape: TableShape, schema: TableSchema, policy: Unrepresentable) -> None:
+        self._writers: dict[str, ColumnWriter] = {}
         for column in schema.columns:
             place = shape.columns.field(column.name) if column.name in shape.columns.names else None
             if place is None or widened(place.type, column) != place.type:
@@ -69,15 +70,16 @@ class _Projection:
                     f"table {shape.name}: the lake has no place for column {column.name} of schema "
                     f"version {schema.schema_version}; rebuild it with --rebootstrap"
                 )
+            # Text stays PostgreSQL's own: Arrow would write small decimals with an exponent.
+            type_ = place.type if is_text(place.type) else arrow_type(column)
+            self._writers[column.name] = ColumnWriter(
+                shape.name, column.name, type_, policy=policy, is_key=column.name in shape.key
+            )
         self.schema = schema
         self.json_columns = tuple(
             column.name for column in schema.columns if column.family in ("json", "jsonb")
         )
         self._shape = shape
-        self._writers = {
-            column.name: ColumnWriter(shape.name, column.name, arrow_type(column), policy=policy)
-            for column in schema.columns
-        }
         self.key = shape.key or tuple(column.name for column in schema.columns)
 
     def arrays(self, rows: Sequence[Row], names: Sequence[str]) -> dict[str, pa.Array]:

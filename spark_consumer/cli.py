@@ -247,6 +247,7 @@ class _Attempt:
         look_at_places(
             DeltaLake(lake),
             schemas,
+            policy=options.unrepresentable,
             soft_deletes=options.soft_deletes,
             synced_at=options.synced_at,
             rebootstrap=options.rebootstrap,

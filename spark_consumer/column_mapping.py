@@ -71,6 +71,11 @@ def _decimal_type(precision: int | None, scale: int | None) -> pa.DataType:
     return pa.decimal128(digits, max(scale, 0))
 
 
+def is_text(type_: pa.DataType) -> bool:
+    """Whether a column of this type holds text, or lists of it."""
+    return bool(pa.types.is_string(type_.value_type if pa.types.is_list(type_) else type_))
+
+
 def can_be_unrepresentable(type_: pa.DataType) -> bool:
     """Whether PostgreSQL has values of this column that the type cannot hold.
 

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 Unrepresentable = Literal["error", "null", "text"]
 """What to do with a value its column cannot hold: stop, write null, or null beside its text."""
 
+_REMEDY: Final = "choose --unrepresentable=null or --unrepresentable=text"
+_KEY_REMEDY: Final = (
+    "rows are found by this column: give the table another REPLICA IDENTITY, or leave the row out"
+)
+# What Python writes with an exponent, PostgreSQL writes out; as text within a value it is harmless.
+_EXPONENT: Final = re.compile(r"\de[-+]\d")
 _TIMESTAMP: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z?\Z")
 
 
@@ -32,7 +38,19 @@ class _NoPlaceError(ValueError):
 
 def jsonb_text(value: object) -> str:
     """A decoded jsonb value spelled as PostgreSQL spells it."""
-    return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
+    text = json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
+    return text if _EXPONENT.search(text) is None else _written_out(value)
+
+
+def _written_out(value: object) -> str:
+    if isinstance(value, dict):
+        members = (f"{_written_out(name)}: {_written_out(one)}" for name, one in value.items())
+        return "{" + ", ".join(members) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_written_out, value)) + "]"
+    if isinstance(value, float):
+        return format(Decimal(repr(value)), "f")
+    return json.dumps(value, ensure_ascii=False)
 
 
 def wire_text(value: object) -> str:
@@ -43,7 +61,8 @@ def wire_text(value: object) -> str:
 class ColumnWriter:
     """Turns the wire values of one column into an Arrow array of the lake's type.
 
-    json and jsonb come as text here. `describe(index)` names a row in errors.
+    json and jsonb come as text here. `describe(index)` names a row in errors. What a key cannot
+    hold is refused whatever the policy, since rows are found by it.
     """
 
     def __init__(
@@ -53,11 +72,13 @@ class ColumnWriter:
         type_: pa.DataType,
         *,
         policy: Unrepresentable = "error",
+        is_key: bool = False,
     ) -> None:
         self._table = table
         self._name = name
         self.type = type_
-        self._policy = policy
+        self.policy: Unrepresentable = "error" if is_key else policy
+        self._remedy = _KEY_REMEDY if is_key else _REMEDY
         self._one = _converter(type_)
 
     def write(
@@ -81,13 +102,9 @@ class ColumnWriter:
             try:
                 converted.append(None if value is None else self._one(value))
             except _NoPlaceError:
-                if self._policy == "error":
-                    raise UnrepresentableError(
-                        f"table {self._table}, column {self._name}, row {describe(index)}: "
-                        f"{wire_text(value)[:60]!r} does not fit {self.type}; "
-                        "choose --unrepresentable=null or --unrepresentable=text"
-                    ) from None
-                if self._policy == "text":
+                if self.policy == "error":
+                    raise self.refused(value, describe(index)) from None
+                if self.policy == "text":
                     texts = texts if texts is not None else [None] * len(values)
                     texts[index] = wire_text(value)
                 converted.append(None)
@@ -98,6 +115,13 @@ class ColumnWriter:
                 ) from error
         array = pa.array(converted, self.type)
         return array, None if texts is None else pa.array(texts, pa.string())
+
+    def refused(self, value: object, row: str) -> UnrepresentableError:
+        """What to raise for a value that the type cannot hold."""
+        return UnrepresentableError(
+            f"table {self._table}, column {self._name}, row {row}: "
+            f"{wire_text(value)[:60]!r} does not fit {self.type}; {self._remedy}"
+        )
 
 
 def _quick(values: Sequence[Any], type_: pa.DataType) -> pa.Array | None:

@@ -108,7 +108,7 @@ def _loader(
         try:
             for batch in parts:
                 for part in batch.column(0).to_pylist():
-                    decoder = ChunkDecoder(plan.shape, plan.schema, plan.policy)
+                    decoder = ChunkDecoder(plan.shape, plan.schema, plan.policy, plan.shape.key)
                     found = read_chunks(plan.settings, plan.meta, chunks[part], decoder)
                     for number, digest, rows in found:
                         digests[number] = digest

@@ -20,12 +20,11 @@ from consumer_sdk.wire.envelope import (
 )
 from consumer_sdk.wire.errors import WireError
 from spark_consumer.column_values import ColumnWriter, jsonb_text, wire_text
-from spark_consumer.errors import UnrepresentableError
 from spark_consumer.nats_thread import NatsThread
 from spark_consumer.table_shape import TEXT_SUFFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
 
     from consumer_sdk.chunk import ChunkRows
     from consumer_sdk.client import Client
@@ -37,14 +36,26 @@ if TYPE_CHECKING:
 
 
 class ChunkDecoder:
-    """Turns the chunks of one snapshot into batches of the shape's columns."""
+    """Turns the chunks of one snapshot into batches of the shape's columns.
 
-    def __init__(self, shape: TableShape, schema: TableSchema, policy: Unrepresentable) -> None:
+    `key` names the columns by which rows will be found, if they will.
+    """
+
+    def __init__(
+        self,
+        shape: TableShape,
+        schema: TableSchema,
+        policy: Unrepresentable,
+        key: Container[str] = (),
+    ) -> None:
         self._shape = shape
-        self._policy = policy
         self._writers = {
             column.name: ColumnWriter(
-                shape.name, column.name, shape.columns.field(column.name).type, policy=policy
+                shape.name,
+                column.name,
+                shape.columns.field(column.name).type,
+                policy=policy,
+                is_key=column.name in key,
             )
             for column in schema.columns
         }
@@ -87,14 +98,10 @@ class ChunkDecoder:
             strange = odd.get(name)
             if not strange:
                 continue
-            if self._policy == "error":
+            if writer.policy == "error":
                 row, value = next(iter(strange.items()))
-                raise UnrepresentableError(
-                    f"table {self._shape.name}, column {name}, row {describe(int(row))}: "
-                    f"{wire_text(value)[:60]!r} does not fit {writer.type}; "
-                    "choose --unrepresentable=null or --unrepresentable=text"
-                )
-            if self._policy == "text":
+                raise writer.refused(value, describe(int(row)))
+            if writer.policy == "text":
                 kept: list[str | None] = [None] * batch.num_rows
                 for row, value in strange.items():
                     kept[int(row)] = wire_text(value)

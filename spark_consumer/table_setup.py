@@ -14,13 +14,21 @@ from consumer_sdk.errors import GapError, NotAvailable, UnknownTable
 from consumer_sdk.holds import hold
 from consumer_sdk.wire.subjects import format_table_name, table_token
 from spark_consumer.change_columns import DELETED, SYNCED_AT
+from spark_consumer.column_mapping import arrow_type, can_be_unrepresentable
 from spark_consumer.errors import LakeError, LakeOptionsError, SchemaChangeError
 from spark_consumer.lake_directory import require_table_place
 from spark_consumer.logs import note
 from spark_consumer.progress_bar import JobWatch, ProgressBar
 from spark_consumer.rebuild import load_snapshot, position_of
 from spark_consumer.snapshot_source import take_snapshot
-from spark_consumer.table_shape import TableShape, evolve, lake_columns, row_key, shape_of
+from spark_consumer.table_shape import (
+    TEXT_SUFFIX,
+    TableShape,
+    evolve,
+    lake_columns,
+    row_key,
+    shape_of,
+)
 from spark_consumer.table_writer import KeptTable
 
 if TYPE_CHECKING:
@@ -66,6 +74,7 @@ def look_at_places(
     lake: Lake,
     schemas: Sequence[TableSchema],
     *,
+    policy: Unrepresentable,
     soft_deletes: bool,
     synced_at: bool,
     rebootstrap: bool,
@@ -78,6 +87,7 @@ def look_at_places(
         if table is not None and not rebootstrap:
             name = format_table_name(schema.schema, schema.table)
             require_own_columns(name, table, soft_deletes=soft_deletes, synced_at=synced_at)
+            require_same_texts(name, table, schema, policy)
 
 
 def require_own_columns(
@@ -95,6 +105,28 @@ def require_own_columns(
             raise LakeOptionsError(
                 f"lake table {name} was made {made} {flag}; keep to that, "
                 "or rebuild it with --rebootstrap"
+            )
+
+
+def require_same_texts(
+    name: str, table: LakeTable, schema: TableSchema, policy: Unrepresentable
+) -> None:
+    """Raise LakeOptionsError where a table without key was made with another policy.
+
+    Its rows are found by all they hold, the texts of values that have no place included.
+    """
+    if row_key(schema) or policy == "error":
+        return
+    present = table.columns.names
+    for column in schema.columns:
+        text = column.name + TEXT_SUFFIX
+        if column.name not in present or not can_be_unrepresentable(arrow_type(column)):
+            continue
+        if (text in present) != (policy == "text"):
+            made = "with" if text in present else "without"
+            raise LakeOptionsError(
+                f"lake table {name} has no key and was made {made} --unrepresentable=text; "
+                "keep to that, or rebuild it with --rebootstrap"
             )
 
 
@@ -172,6 +204,7 @@ class TableSetup:
             )
         table.require_untampered()
         require_own_columns(name, table, soft_deletes=self._soft, synced_at=self._stamped)
+        require_same_texts(name, table, schema, self._policy)
         bounds = self._nats.run(lambda client: client.log().bounds())
         progress = self._nats.run(lambda client: client.progress(schema.source))
         epoch = schema.epoch if progress is None else progress.epoch

@@ -170,6 +170,17 @@ def test_every_version_is_read_by_its_own_schema() -> None:
         list(decoder.add(13, MSGPACK, encode(event("INSERT", 2, schema_version=3, data=ROW))))
 
 
+def test_numbers_that_become_text_are_written_as_postgresql_writes_them() -> None:
+    bounded = {"name": "n", "type_oid": oids.NUMERIC, "type_modifier": 4 + (20 << 16) + 10}
+    first = schema(added=[bounded])
+    second = schema(2, added=[{**bounded, "type_modifier": -1}])
+    shape = evolve(shape_of(first), first, second).shape
+    decoder = ChangeDecoder(shape, {1: first, 2: second}, AT)
+    payload = encode(event("INSERT", data={**ROW, "n": "0.0000000001"}))
+    (batch,) = chain(decoder.add(11, MSGPACK, payload), decoder.flush())
+    assert batch.to_pylist()[0]["c5"] == "0.0000000001"
+
+
 def test_a_column_without_a_place_in_the_lake_is_never_dropped_silently() -> None:
     newer = schema(2, added=[{"name": "age", "type_oid": oids.INT4}])
     decoder = ChangeDecoder(shape_of(schema()), {1: schema(), 2: newer}, AT)
