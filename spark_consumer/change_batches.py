@@ -15,6 +15,7 @@ from consumer_sdk.decoder import restore_row
 from consumer_sdk.errors import CorruptData, GapError, VersionTooNew
 from consumer_sdk.wire.envelope import CONTENT_TYPE, JSON, MSGPACK, WIRE_VERSION, decode_payload
 from consumer_sdk.wire.errors import WireError, WireVersionError
+from consumer_sdk.wire.jsonb import jsonb_text
 from spark_consumer.change_columns import (
     COMMIT_LSN,
     OLD,
@@ -24,7 +25,7 @@ from spark_consumer.change_columns import (
     ChangeFacts,
 )
 from spark_consumer.column_mapping import arrow_type, is_text, widened
-from spark_consumer.column_values import ColumnWriter, jsonb_text
+from spark_consumer.column_values import ColumnWriter
 from spark_consumer.errors import SchemaChangeError
 from spark_consumer.table_shape import TEXT_SUFFIX
 

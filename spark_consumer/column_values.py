@@ -6,7 +6,6 @@ find those the type cannot hold and do with them what the policy says.
 
 from __future__ import annotations
 
-import json
 import re
 from datetime import date, datetime
 from decimal import Decimal, InvalidOperation
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import pyarrow as pa
 
 from consumer_sdk.errors import CorruptData
+from consumer_sdk.wire.jsonb import jsonb_text
 from spark_consumer.errors import UnrepresentableError
 
 if TYPE_CHECKING:
@@ -27,30 +27,11 @@ _REMEDY: Final = "choose --unrepresentable=null or --unrepresentable=text"
 _KEY_REMEDY: Final = (
     "rows are found by this column: give the table another REPLICA IDENTITY, or leave the row out"
 )
-# What Python writes with an exponent, PostgreSQL writes out; as text within a value it is harmless.
-_EXPONENT: Final = re.compile(r"\de[-+]\d")
 _TIMESTAMP: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z?\Z")
 
 
 class _NoPlaceError(ValueError):
     """The type cannot hold the value."""
-
-
-def jsonb_text(value: object) -> str:
-    """A decoded jsonb value spelled as PostgreSQL spells it."""
-    text = json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
-    return text if _EXPONENT.search(text) is None else _written_out(value)
-
-
-def _written_out(value: object) -> str:
-    if isinstance(value, dict):
-        members = (f"{_written_out(name)}: {_written_out(one)}" for name, one in value.items())
-        return "{" + ", ".join(members) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_written_out, value)) + "]"
-    if isinstance(value, float):
-        return format(Decimal(repr(value)), "f")
-    return json.dumps(value, ensure_ascii=False)
 
 
 def wire_text(value: object) -> str:

@@ -19,7 +19,8 @@ from consumer_sdk.wire.envelope import (
     to_json_value,
 )
 from consumer_sdk.wire.errors import WireError
-from spark_consumer.column_values import ColumnWriter, jsonb_text
+from consumer_sdk.wire.jsonb import jsonb_text
+from spark_consumer.column_values import ColumnWriter
 from spark_consumer.table_shape import TEXT_SUFFIX, shape_of
 
 if TYPE_CHECKING:

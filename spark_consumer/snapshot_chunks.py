@@ -19,7 +19,8 @@ from consumer_sdk.wire.envelope import (
     DICTIONARY,
 )
 from consumer_sdk.wire.errors import WireError
-from spark_consumer.column_values import ColumnWriter, jsonb_text, wire_text
+from consumer_sdk.wire.jsonb import jsonb_text
+from spark_consumer.column_values import ColumnWriter, wire_text
 from spark_consumer.nats_thread import NatsThread
 from spark_consumer.table_shape import TEXT_SUFFIX
 

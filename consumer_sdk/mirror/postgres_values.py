@@ -7,7 +7,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
-from consumer_sdk.mirror.sqlite_values import json_text
+from consumer_sdk.wire.jsonb import jsonb_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ def _bytes(value: Any, raw: bool) -> str:  # noqa: ARG001
 
 
 def _json(value: Any, raw: bool) -> str:
-    return value if raw and isinstance(value, str) else json_text(value)
+    return value if raw and isinstance(value, str) else jsonb_text(value)
 
 
 _SCALARS: Final[dict[str, Callable[[Any, bool], Any]]] = {

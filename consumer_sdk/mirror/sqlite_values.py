@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import base64
 import json
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.wire.envelope import to_json_value
+from consumer_sdk.wire.jsonb import jsonb_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,12 +51,16 @@ def _bytes(value: Any, raw: bool) -> bytes:  # noqa: ARG001
 
 
 def _json(value: Any, raw: bool) -> str:
-    return value if raw and isinstance(value, str) else json_text(value)
+    return value if raw and isinstance(value, str) else jsonb_text(value)
 
 
 def _array(value: Any, raw: bool) -> str:  # noqa: ARG001
     # An array with odd bounds has no list form and is PostgreSQL's text.
-    return value if isinstance(value, str) else _dumped(_with_hex(value))
+    return value if isinstance(value, str) else _list_text(value)
+
+
+def _list_text(value: list[Any]) -> str:
+    return json.dumps(_with_hex(value), ensure_ascii=False, separators=(", ", ": "))
 
 
 def _with_hex(value: Any) -> Any:
@@ -64,23 +68,3 @@ def _with_hex(value: Any) -> Any:
     if isinstance(value, bytes):
         return "\\x" + value.hex()
     return [_with_hex(item) for item in value] if isinstance(value, list) else to_json_value(value)
-
-
-def json_text(value: Any) -> str:
-    """A JSON document as PostgreSQL prints it as jsonb, digit by digit."""
-    text = _dumped(value)
-    # Python writes small numbers with an exponent, PostgreSQL never does.
-    return _without_exponents(value) if "e-" in text else text
-
-
-def _without_exponents(value: Any) -> str:
-    if isinstance(value, dict):
-        items = (f"{_dumped(key)}: {_without_exponents(item)}" for key, item in value.items())
-        return "{" + ", ".join(items) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_without_exponents, value)) + "]"
-    return format(Decimal(repr(value)), "f") if isinstance(value, float) else _dumped(value)
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))

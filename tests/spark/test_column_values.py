@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any
@@ -14,7 +13,7 @@ from consumer_sdk.errors import CorruptData
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.column_types import Column
 from spark_consumer.column_mapping import arrow_type, spark_schema, widened
-from spark_consumer.column_values import ColumnWriter, jsonb_text
+from spark_consumer.column_values import ColumnWriter
 from spark_consumer.errors import UnrepresentableError
 
 INT4_ARRAY, NUMERIC_ARRAY, JSONB_ARRAY = 1007, 1231, 3807
@@ -171,11 +170,3 @@ def test_what_has_no_place_is_named_dropped_or_kept_as_text(type_: pa.DataType, 
 def test_a_value_of_another_type_is_corrupt_not_converted(type_: pa.DataType, wire: Any) -> None:
     with pytest.raises(CorruptData, match="table t, column c, row row0"):
         written([wire], type_, "null")
-
-
-@pytest.mark.parametrize(
-    "text",
-    ['{"a": 0.00001, "1e-5": ["1e-5", -0.0000025, 1.5, 7]}', "0.0000001", '"1e-5"', "[true, {}]"],
-)
-def test_jsonb_is_spelled_as_postgresql_does(text: str) -> None:
-    assert jsonb_text(json.loads(text)) == text
