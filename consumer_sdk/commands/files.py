@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from consumer_sdk.errors import TargetError, UsageError
+from consumer_sdk.mirror import postgres_values
 from consumer_sdk.wire.envelope import to_json_value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
+    from consumer_sdk.chunk import ChunkRows
     from consumer_sdk.wire.column_types import Column
 
 Row = dict[str, Any]
+
+# Between the tokens of a document only: within a text they are escaped.
+_LINE_ENDS = re.compile(r"[\r\n]+")
 
 
 class RowWriter(Protocol):
@@ -24,7 +30,7 @@ class RowWriter(Protocol):
 
     def begin(self, columns: Sequence[Column]) -> None: ...
 
-    def write(self, rows: Sequence[Row]) -> None: ...
+    def write(self, rows: ChunkRows) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -66,7 +72,7 @@ class _Nowhere:
     def begin(self, columns: Sequence[Column]) -> None:
         pass
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: ChunkRows) -> None:
         pass
 
     def finish(self) -> None:
@@ -77,8 +83,12 @@ class _Nowhere:
 
 
 class _Output(_Nowhere):
-    def write(self, rows: Sequence[Row]) -> None:
-        sys.stdout.write("".join(_json_line(row) for row in rows))
+    def begin(self, columns: Sequence[Column]) -> None:
+        self._lines = _Lines(columns)
+
+    def write(self, rows: ChunkRows) -> None:
+        line = self._lines.line
+        sys.stdout.write("".join(line(row, rows.raw(n)) for n, row in enumerate(rows)))
         sys.stdout.flush()
 
 
@@ -87,17 +97,16 @@ class _TextFile(ABC):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._names: list[str] = []
         try:
             self._file: IO[str] | None = part_of(path).open("w", encoding="utf-8", newline="")
         except OSError as error:
             raise refused(path, error) from error
 
-    def begin(self, columns: Sequence[Column]) -> None:
-        self._names = [column.name for column in columns]
+    @abstractmethod
+    def begin(self, columns: Sequence[Column]) -> None: ...
 
-    def write(self, rows: Sequence[Row]) -> None:
-        self._put("".join(map(self._line, rows)))
+    def write(self, rows: ChunkRows) -> None:
+        self._put("".join(self._line(row, rows.raw(n)) for n, row in enumerate(rows)))
 
     def finish(self) -> None:
         assert self._file is not None
@@ -122,41 +131,62 @@ class _TextFile(ABC):
             raise refused(self._path, error) from error
 
     @abstractmethod
-    def _line(self, row: Row) -> str: ...
+    def _line(self, row: Row, raw: Container[str]) -> str: ...
 
 
 class _JsonLines(_TextFile):
-    def _line(self, row: Row) -> str:
-        return _json_line(row)
+    def begin(self, columns: Sequence[Column]) -> None:
+        self._lines = _Lines(columns)
+
+    def _line(self, row: Row, raw: Container[str]) -> str:
+        return self._lines.line(row, raw)
 
 
 class _Csv(_TextFile):
     """CSV as PostgreSQL reads it: null is nothing, an empty text is quoted."""
 
     def begin(self, columns: Sequence[Column]) -> None:
-        super().begin(columns)
-        self._put(",".join(map(_quoted, self._names)) + "\r\n")
+        self._columns = [(column.name, postgres_values.encoder(column)) for column in columns]
+        self._put(",".join(_quoted(name) for name, _ in self._columns) + "\r\n")
 
-    def _line(self, row: Row) -> str:
-        return ",".join(_csv_cell(row.get(name)) for name in self._names) + "\r\n"
+    def _line(self, row: Row, raw: Container[str]) -> str:
+        cells = []
+        for name, encode in self._columns:
+            value = row.get(name)
+            if value is None:
+                cells.append("")
+            else:
+                cells.append(_quoted(value if encode is None else encode(value, name in raw)))
+        return ",".join(cells) + "\r\n"
 
 
-def _json_line(row: Row) -> str:
-    return json.dumps(to_json_value(row), ensure_ascii=False, separators=(",", ":")) + "\n"
+class _Lines:
+    """Rows as JSON, one a line; documents that travel as text are written as it is."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        # An array with odd bounds is text too, and no document.
+        self._arrays = {column.name for column in columns if column.family == "array"}
+
+    def line(self, row: Row, raw: Container[str]) -> str:
+        members = (
+            f"{_dumped(name)}:{self._verbatim(name, value) if name in raw else _dumped(value)}"
+            for name, value in row.items()
+        )
+        return "{" + ",".join(members) + "}\n"
+
+    def _verbatim(self, name: str, value: Any) -> str:
+        is_text = name in self._arrays and isinstance(value, str)
+        return _dumped(value) if is_text else _document(value)
 
 
-def _csv_cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, bytes):
-        return "\\x" + value.hex()
-    if isinstance(value, (list, dict)):
-        return _quoted(json.dumps(to_json_value(value), ensure_ascii=False))
-    return _quoted(str(value))
+def _document(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ",".join(map(_document, value)) + "]"
+    return _LINE_ENDS.sub(" ", value) if isinstance(value, str) else _dumped(value)
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(to_json_value(value), ensure_ascii=False, separators=(",", ":"))
 
 
 def _quoted(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date, datetime
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any
@@ -10,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 from consumer_sdk.commands.files import part_of, refused
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire import oids
-from consumer_sdk.wire.envelope import to_json_value
+from consumer_sdk.wire.jsonb import jsonb_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from consumer_sdk.chunk import ChunkRows
     from consumer_sdk.wire.column_types import Column
 
-Row = dict[str, Any]
+    _Converter = Callable[[Any, bool], Any]
+    """Of a value, and whether it is the text of a JSON document."""
+
 _LARGEST_PRECISION = 38
 
 
@@ -39,7 +41,7 @@ class ParquetFile:
         self._parquet = pyarrow.parquet
         self._path = path
         self._writer: Any = None
-        self._columns: list[tuple[str, Any, Callable[[Any], Any] | None]] = []
+        self._columns: list[tuple[str, Any, _Converter | None]] = []
 
     def begin(self, columns: Sequence[Column]) -> None:
         import pyarrow as pa
@@ -53,7 +55,7 @@ class ParquetFile:
         except OSError as error:
             raise refused(self._path, error) from error
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: ChunkRows) -> None:
         import pyarrow as pa
 
         arrays = []
@@ -61,7 +63,10 @@ class ParquetFile:
             values = [row.get(name) for row in rows]
             try:
                 if convert is not None:
-                    values = [None if value is None else convert(value) for value in values]
+                    values = [
+                        None if value is None else convert(value, name in rows.raw(index))
+                        for index, value in enumerate(values)
+                    ]
                 arrays.append(pa.array(values, type=kind))
             except (pa.ArrowException, ValueError, TypeError, InvalidOperation) as error:
                 raise UsageError(
@@ -88,7 +93,7 @@ class ParquetFile:
             part_of(self._path).unlink(missing_ok=True)
 
 
-def _arrow(column: Column) -> tuple[Any, Callable[[Any], Any] | None]:
+def _arrow(column: Column) -> tuple[Any, _Converter | None]:
     """Arrow type of a column, and how a value of the wire becomes one of it."""
     import pyarrow as pa
 
@@ -98,7 +103,7 @@ def _arrow(column: Column) -> tuple[Any, Callable[[Any], Any] | None]:
     return _scalar(column, column.family, column.base_type_oid)
 
 
-def _scalar(column: Column, family: str, oid: int) -> tuple[Any, Callable[[Any], Any] | None]:
+def _scalar(column: Column, family: str, oid: int) -> tuple[Any, _Converter | None]:
     import pyarrow as pa
 
     match family:
@@ -111,32 +116,32 @@ def _scalar(column: Column, family: str, oid: int) -> tuple[Any, Callable[[Any],
         case "bytea":
             return pa.binary(), None
         case "date":
-            return pa.date32(), date.fromisoformat
+            return pa.date32(), lambda text, _: date.fromisoformat(text)
         case "timestamp":
-            return pa.timestamp("us"), datetime.fromisoformat
+            return pa.timestamp("us"), lambda text, _: datetime.fromisoformat(text)
         case "timestamptz":
-            return pa.timestamp("us", tz="UTC"), datetime.fromisoformat
+            return pa.timestamp("us", tz="UTC"), lambda text, _: datetime.fromisoformat(text)
         case "json" | "jsonb":
-            return pa.string(), _json_text
+            return pa.string(), _document
         case "numeric":
             digits, scale = column.numeric_precision, column.numeric_scale
             if digits is None or scale is None or digits > _LARGEST_PRECISION:
                 return pa.string(), None
             if 0 <= scale <= digits:
-                return pa.decimal128(digits, scale), Decimal
+                return pa.decimal128(digits, scale), lambda text, _: Decimal(text)
     return pa.string(), None
 
 
-def _list_of(convert: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    def apply(value: Any) -> Any:
+def _list_of(convert: _Converter | None) -> _Converter:
+    def apply(value: Any, is_text: bool) -> Any:
         if not isinstance(value, list) or any(isinstance(item, list) for item in value):
             raise TypeError("not an array of one dimension")
         if convert is None:
             return value
-        return [None if item is None else convert(item) for item in value]
+        return [None if item is None else convert(item, is_text) for item in value]
 
     return apply
 
 
-def _json_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(to_json_value(value), ensure_ascii=False)
+def _document(value: Any, is_text: bool) -> str:
+    return str(value) if is_text else jsonb_text(value)

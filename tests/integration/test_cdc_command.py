@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -278,6 +279,52 @@ def test_snapshot_writes_parquet_with_types(shop: Shop, tmp_path: Path) -> None:
         "ratio": "double",
     }
     assert table.to_pylist()[0]["tags"] == ["a", None]
+
+
+DOCUMENTS = """
+CREATE TABLE documents (id int PRIMARY KEY, b jsonb, j json, bs jsonb[], tags text[], n int[]);
+INSERT INTO documents VALUES
+    (1, '"abc"', '"abc"', '{"\\"x\\"", 1.0}', '{a,NULL,"b,c",""}', '{{1,2},{3,4}}'),
+    (2, '"1.00"', '[1,\n  2]', '{}', '{}', '[2:3]={5,6}'),
+    (3, '1.00', '1.00', NULL, NULL, NULL),
+    (4, '{"a": 0.0000001, "é": [1, null]}', '{"a": 1, "a": 2}', NULL, NULL, NULL),
+    (5, 'null', 'null', NULL, NULL, NULL);
+ALTER PUBLICATION pub ADD TABLE documents
+"""
+
+
+def test_documents_and_arrays_are_told_from_text_in_every_file(shop: Shop, tmp_path: Path) -> None:
+    shop.database.execute(DOCUMENTS)
+    wait_until(lambda: "documents" in shop.cdc("tables").stdout, 30)
+
+    def snapshot(name: str, *options: str) -> Path:
+        out = tmp_path / name
+        result = shop.cdc("snapshot", "documents", "--out", str(out), *options)
+        assert result.returncode == 0, result.stderr
+        return out
+
+    shop.database.execute("CREATE TABLE copy (LIKE documents)")
+    with shop.database.connect() as connection, connection.cursor() as cursor:
+        with cursor.copy("COPY copy FROM STDIN (FORMAT csv, HEADER)") as copy:
+            copy.write(snapshot("documents.csv").read_bytes())
+        connection.commit()
+    printed = "SELECT id, b::text, j::text, bs::text, tags::text, n::text FROM {} ORDER BY id"
+    kept = shop.database.execute(printed.format("documents"))
+    assert shop.database.execute(printed.format("copy")) == kept
+
+    lines = snapshot("documents.jsonl").read_text().splitlines()
+    read = sorted(map(json.loads, lines), key=itemgetter("id"))
+    assert [(row["id"], row["b"]) for row in read] == [
+        (1, "abc"), (2, "1.00"), (3, 1), (4, {"a": 0.0000001, "é": [1, None]}), (5, None),
+    ]  # fmt: skip
+    assert (read[0]["bs"], read[1]["n"]) == (["x", 1.0], "[2:3]={5,6}")
+    assert any('"b":1.00,"j":1.00' in line for line in lines)
+    assert any('"j":{"a": 1, "a": 2}' in line for line in lines)
+
+    table = pyarrow.parquet.read_table(snapshot("documents.parquet", "--columns", "id,b,j,tags"))
+    rows = sorted(table.to_pylist(), key=itemgetter("id"))
+    assert [(row["id"], row["b"], row["j"]) for row in rows] == [row[:3] for row in kept]
+    assert rows[0]["tags"] == ["a", None, "b,c", ""]
 
 
 def test_what_parquet_cannot_hold_is_said_and_nothing_is_left(shop: Shop, tmp_path: Path) -> None:
