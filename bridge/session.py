@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("bridge.session")
 
 ANSWER_SECONDS = 15.0
+SCHEMAS_SECONDS = 3.0
 ORIGIN_VERSION = 160000
 
 
@@ -464,6 +465,7 @@ class Session:
                 helpers = [
                     group.create_task(self._reader.report()),
                     group.create_task(self._tables.store_new()),
+                    group.create_task(self._become_ready()),
                     group.create_task(self._coverage.run()),
                     group.create_task(
                         self._slot.watch_silence(lambda: self._reader.silent_seconds)
@@ -482,6 +484,13 @@ class Session:
         except* ReplicationRefused as group_error:
             raise self._slot.explain(_first(group_error, ReplicationRefused)) from group_error
 
+    async def _become_ready(self) -> None:
+        """Ready means that consumers find the schemas; nobody waits long for a locked table."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SCHEMAS_SECONDS):
+                await self._tables.were_stored.wait()
+        self._stats.is_ready = True
+
     def connection_lost(self) -> None:
         """NATS has gone, for a moment or for longer."""
         if hasattr(self, "_publisher"):
@@ -493,7 +502,7 @@ class Session:
 
     async def close(self, *, orderly: bool) -> None:
         """Release slot and connections."""
-        self._stats.slot_active = False
+        self._stats.slot_active = self._stats.is_ready = False
         if orderly:
             await self._slot.connection.finish()
         await self._stack.aclose()

@@ -144,8 +144,7 @@ class Publisher:
                     continue
             items, self._ahead = self._ahead or self._take(), []
             await self._publish(items)
-            if not self._ahead:
-                await self._write_reports()
+            await self._write_reports()
             if not self._is_pending:
                 await self._idle()
             elif time.monotonic() - self._last_keep > KEEP_SECONDS:
@@ -164,7 +163,6 @@ class Publisher:
     def _following(self) -> Sequence[Outgoing] | None:
         """The next batch, where nothing has to be done before it."""
         if any(report.gap for report in self._reports):
-            # What may be written already cannot be overtaken: no batch ahead of a gap.
             return None
         if not self._ahead:
             self._ahead = self._take()
@@ -215,7 +213,11 @@ class Publisher:
 
     async def _write_reports(self) -> None:
         while self._reports and self._reports[0].lsn <= self.confirmed_lsn:
-            report = self._reports.popleft()
+            report = self._reports[0]
+            if report.gap is not None and self._ahead:
+                # That batch may be written already, nothing overtakes it.
+                return
+            self._reports.popleft()
             if report.gap is not None:
                 await self._record_progress(self.confirmed_lsn, 0, report.gap)
             if not report.written.done():

@@ -59,6 +59,8 @@ class PublishedTables:
         self._server_version = server_version
         self._confirmed_lsn = confirmed_lsn
         self._overtaken: SchemaOvertaken | None = None
+        self.were_stored = asyncio.Event()
+        """Set once every table has been looked at."""
 
     async def from_log(self, message: Relation, commit_lsn: int) -> Versioned:
         """The version of a relation as the log describes it."""
@@ -113,4 +115,5 @@ class PublishedTables:
                 event(log, "schemas not refreshed", level=logging.DEBUG, reason=str(error))
             if self._overtaken is not None:
                 raise self._overtaken
+            self.were_stored.set()
             await asyncio.sleep(TABLE_POLL_SECONDS)

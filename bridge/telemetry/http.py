@@ -152,8 +152,9 @@ class HttpServer:
         return _json(document, status=200 if alive else 503)
 
     async def _get_ready(self, _request: web.Request) -> web.Response:
-        ready = self._stats.state == "streaming" and self._stats.nats_connected
-        document = {"ready": ready, "state": self._stats.state}
+        stats = self._stats
+        ready = stats.state == "streaming" and stats.nats_connected and stats.is_ready
+        document = {"ready": ready, "state": stats.state}
         return _json(document, status=200 if ready else 503)
 
     async def _get_status(self, _request: web.Request) -> web.Response:

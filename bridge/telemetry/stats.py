@@ -123,6 +123,8 @@ class BridgeStats:
         self.ring_max_bytes = 0
 
         self.slot_active = False
+        self.is_ready = False
+        """Whether consumers find a schema for every table."""
         self.wal_lag_bytes = 0
         self.wal_status = ""
         self.slot_restart_lsn = 0

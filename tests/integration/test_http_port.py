@@ -94,6 +94,7 @@ async def test_health_fails_once_nothing_is_retrying(served: Served) -> None:
 
 async def test_ready_only_while_streaming_and_a_standby_says_so(served: Served) -> None:
     served.stats.state = "streaming"
+    served.stats.is_ready = True
     assert await served.ask("/ready") == (503, '{"ready": false, "state": "streaming"}\n')
     served.stats.nats_connected = True
     assert await served.ask("/ready") == (200, '{"ready": true, "state": "streaming"}\n')
