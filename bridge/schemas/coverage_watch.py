@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import zlib
 from typing import TYPE_CHECKING, Protocol
 
 import nats.errors
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("bridge.coverage")
 
 POLL_SECONDS = 5.0
+MOST_REASONS = 20
+LARGE_BYTES = 32 * 1024
+"""What is larger is compressed: thousands of tables must fit into one message."""
 _POSITION = """
 SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
              ELSE pg_catalog.pg_current_wal_lsn() END)::text
@@ -60,7 +64,8 @@ async def load_coverage(
     """What is remembered of an epoch; None where nothing is."""
     try:
         entry = await bucket.get(f"coverage.{source}")
-        document = json.loads(entry.value or b"")
+        value = entry.value or b""
+        document = json.loads(value if value[:1] == b"{" else zlib.decompress(value))
         if document["epoch"] != epoch:
             return None
         tables = document["tables"].items()
@@ -68,7 +73,7 @@ async def load_coverage(
         if document["publication"] != publication:
             for covered in coverage.values():
                 covered.publication = 0
-    except (KeyNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+    except (KeyNotFoundError, ValueError, TypeError, KeyError, AttributeError, zlib.error):
         return None
     return coverage
 
@@ -146,9 +151,9 @@ class CoverageWatch:
             found[token] = covered
         for token in known.keys() & found.keys():
             found[token].remember(known[token])
+        self._known = found
         if found != self._saved:
             await self._save(found)
-        self._known = found
 
     async def _position(self) -> int:
         """The end of the log."""
@@ -163,7 +168,10 @@ class CoverageWatch:
         names = {
             token: format_table_name(found[token].schema, found[token].table) for token in changes
         }
-        reason = "; ".join(f"table {names[token]}: {why}" for token, why in changes.items())
+        reasons = [f"table {names[token]}: {why}" for token, why in changes.items()]
+        if len(reasons) > MOST_REASONS:
+            reasons[MOST_REASONS:] = [f"{len(reasons) - MOST_REASONS} other tables"]
+        reason = "; ".join(reasons)
         event(log, "gap", level=logging.WARNING, reason=reason)
         gap = {
             "reason": reason,
@@ -191,5 +199,8 @@ class CoverageWatch:
             "publication": self._publication,
             "tables": {token: covered.document for token, covered in coverage.items()},
         }
-        await self._bucket.put(f"coverage.{self._source}", json.dumps(document).encode())
+        value = json.dumps(document).encode()
+        if len(value) > LARGE_BYTES:
+            value = zlib.compress(value)
+        await self._bucket.put(f"coverage.{self._source}", value)
         self._saved = {token: Covered(**one.document) for token, one in coverage.items()}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import nats
 import pytest
 
+from consumer_sdk.wire import Subjects
+from tests.fixtures.cdc_log import CdcLog
 from tests.fixtures.postgres import both_versions
 from tests.fixtures.waiting import eventually, wait_until
 
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
 
     from bridge.demo.servers import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
-    from tests.fixtures.cdc_log import CdcLog
     from tests.fixtures.mirror import MirrorProcess
     from tests.fixtures.postgres import Database
     from tests.fixtures.tcp_proxy import TcpProxy
@@ -36,6 +38,11 @@ ALTER TABLE part ATTACH PARTITION part3 FOR VALUES FROM (200) TO (300);
 async def gaps(cdc: CdcLog) -> list[dict[str, Any]]:
     """The gaps announced so far."""
     return [record["gap"] for record in await cdc.progress() if record["gap"]]
+
+
+async def two_gaps(cdc: CdcLog) -> list[dict[str, Any]] | None:
+    found = await gaps(cdc)
+    return found if len(found) > 1 else None
 
 
 async def remembered(cdc: CdcLog, database: Database) -> dict[str, Any]:
@@ -220,3 +227,31 @@ async def test_a_gap_in_the_middle_of_a_busy_stream_repeats_no_event(
     await cdc.settle()
     positions = [event.position for event in await cdc.changes("busy")]
     assert positions == sorted(set(positions))
+
+
+async def test_thousands_of_tables_are_remembered_and_their_gap_is_announced_once(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    own_nats: Callable[..., NatsServer],
+    prefix: str,
+) -> None:
+    names = [f"{'a_table_with_a_name_of_some_length_':_<40}{number}" for number in range(400)]
+    database.execute("; ".join(f"CREATE TABLE {name} (id int PRIMARY KEY)" for name in names))
+    database.publish()
+    # What thousands of tables are to the usual limit.
+    server = own_nats(config="max_payload: 64KB")
+    client = await nats.connect(server.url)
+    try:
+        cdc = CdcLog(client, Subjects(prefix), database)
+        bridge = bridge_process(nats_url=server.url)
+        await eventually(lambda: cdc.schema(names[-1]), 30)
+        bridge.kill()
+        database.execute("ALTER PUBLICATION pub SET (publish = 'insert')")
+        bridge_process(nats_url=server.url)
+        (gap,) = await eventually(lambda: gaps(cdc), 20)
+        assert gap["tables"] == sorted(names)
+        # The next look finds another change, and nothing of the first.
+        database.execute("ALTER PUBLICATION pub SET (publish = 'insert, update')")
+        assert len(await eventually(lambda: two_gaps(cdc), 20)) == 2
+    finally:
+        await client.close()
