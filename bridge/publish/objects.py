@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
 
 from nats.js.errors import ObjectNotFoundError
 
 if TYPE_CHECKING:
     from nats.js.object_store import ObjectStore
+
+
+NEW_SECONDS: Final = 3600.0
+"""Objects outlive their messages by a day; one from before a longer stop would not."""
 
 
 class ObjectWriter:
@@ -18,15 +23,24 @@ class ObjectWriter:
         self._store = store
 
     async def put(self, name: str, content: bytes) -> None:
-        """Store the content unless exactly it is there already."""
+        """Store the content unless exactly it is there already, and new enough to last."""
         digest = hashlib.sha256(content).digest()
         try:
             info = await self._store.get_info(name)
-            if info.size == len(content) and info.digest and _same(info.digest, digest):
+            is_same = info.size == len(content) and info.digest and _same(info.digest, digest)
+            if is_same and _is_new(info.mtime):
                 return
         except ObjectNotFoundError:
             pass
         await self._store.put(name, content)
+
+
+def _is_new(stored_at: str | None) -> bool:
+    try:
+        age = datetime.now(UTC) - datetime.fromisoformat(stored_at or "")
+    except (TypeError, ValueError):
+        return False
+    return age.total_seconds() < NEW_SECONDS
 
 
 def _same(stated: str, digest: bytes) -> bool:
