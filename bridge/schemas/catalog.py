@@ -36,8 +36,9 @@ WHERE a.attrelid = %s::oid AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attnum
 """
 
+# An index that is not checked at once is no replica identity.
 _PRIMARY_KEY = """
-SELECT a.attname
+SELECT a.attname, i.indimmediate AND i.indisvalid
 FROM pg_catalog.pg_index i
 CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
 JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
@@ -182,7 +183,7 @@ class Catalog:
     async def table_by_id(self, relation_id: int, replica_identity: str) -> CatalogTable:
         """Columns and keys of a relation; both empty where it no longer exists."""
         attributes = await self.rows(_ATTRIBUTES, [relation_id])
-        primary_key = tuple(row[0] for row in await self.rows(_PRIMARY_KEY, [relation_id]))
+        key = await self.rows(_PRIMARY_KEY, [relation_id])
         columns = tuple(
             CatalogColumn(name, not not_null, default, *facts)
             for name, not_null, default, *facts, _ in attributes
@@ -191,11 +192,12 @@ class Catalog:
         filenode = (attributes[0][-1] or None) if attributes else None
         identity: tuple[str, ...] = ()
         if replica_identity == "d":
-            identity = primary_key
+            identity = _names(key)
         elif replica_identity == "f":
             identity = tuple(column.name for column in columns)
         elif replica_identity == "i":
-            identity = tuple(row[0] for row in await self.rows(_IDENTITY_INDEX, [relation_id]))
+            identity = _names(await self.rows(_IDENTITY_INDEX, [relation_id]))
+        primary_key = tuple(row[0] for row in key)
         return CatalogTable(relation_id, replica_identity, columns, primary_key, identity, filenode)
 
     async def table_by_name(self, schema: str, table: str) -> CatalogTable | None:
@@ -218,6 +220,11 @@ class Catalog:
             return None
         found = await self.rows(_PUBLISHED_COLUMNS, [publication, schema, table])
         return list(found[0][0]) if found and found[0][0] is not None else None
+
+
+def _names(index: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:
+    """Columns of an index that identifies rows; none where it does not."""
+    return tuple(name for name, identifies in index if identifies)
 
 
 def _resolve(oid: int, known: dict[int, tuple[Any, ...]]) -> ColumnType:

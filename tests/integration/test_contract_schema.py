@@ -423,3 +423,16 @@ async def test_a_default_of_any_length_stops_nothing(database, cdc, bridge_proce
     await eventually(lambda: cdc.changes("t"), 10)
     defaults = [one["column_default"] for one in (await cdc.schema("t"))["columns"]]
     assert defaults == [None, f"'{'x' * 999}", "7"]
+
+
+@both_versions
+async def test_a_deferrable_key_is_no_identity_in_the_catalog_either(database, cdc, bridge_process):
+    database.execute("CREATE TABLE t (id int PRIMARY KEY DEFERRABLE, a text)")
+    database.publish("t", options="publish = 'insert'")
+    bridge_process()
+    first = await eventually(lambda: cdc.schema("t"))
+    database.execute("INSERT INTO t VALUES (1, 'a')")
+    await cdc.settle()
+    (event,) = await cdc.changes("t")
+    assert event.schema_version == first["schema_version"]
+    assert [one["is_key"] for one in first["columns"]] == [False, False]
