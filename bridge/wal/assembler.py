@@ -41,6 +41,8 @@ on nothing but the transaction."""
 HELD_MESSAGE_BYTES: Final = 1024 * 1024
 HEADER_ALLOWANCE: Final = 2048
 """Room for headers below the server's payload limit; ids of the longest names take 500 bytes."""
+NAMES_BYTES: Final = 4 * 1024 * 1024
+"""What all ends of one transaction may take together to name its tables; else they do not."""
 KEPT_TRUNCATIONS: Final = 1000
 END_ALLOWANCE: Final = 64
 """What the last message of a transaction has more than the others."""
@@ -435,7 +437,9 @@ class Assembler:
             if self._messages:
                 self._emit_messages(message.end_lsn)
             last = self._last_relation
-            tables = list(self._touched)
+            tables: list[str] | None = list(self._touched)
+            if len(self._touched) * sum(map(len, self._touched)) > NAMES_BYTES:
+                tables = None
             for token, relation in self._touched.items():
                 if last is not None and token != last.token:
                     self._commit_notice(relation, tables, changes, message.end_lsn)
@@ -445,7 +449,7 @@ class Assembler:
         self.complete_lsn = message.end_lsn
 
     def _commit_notice(
-        self, relation: CompiledRelation, tables: list[str], changes: int, end_lsn: int
+        self, relation: CompiledRelation, tables: list[str] | None, changes: int, end_lsn: int
     ) -> None:
         seq = self._seq
         self._seq = seq + 1
@@ -458,14 +462,15 @@ class Assembler:
         fields: dict[str, Any] = {
             "msg_id": msg_id.decode(),
             "seq": seq,
-            "tables": tables,
             "changes": changes,
             "end_lsn": end_lsn,
         }
+        if tables is not None:
+            fields["tables"] = tables
         message = self._encoder.message
         if not self._emit(parts, seq, msg_id, message(SHARED_FIELDS, parts.shared, fields), 0):
             # So many that their names alone exceed a message; whoever needs them counts the ends.
-            del fields["tables"]
+            fields.pop("tables", None)
             self._emit(parts, seq, msg_id, message(SHARED_FIELDS, parts.shared, fields), 0)
 
     def _truncate(self, message: Truncate) -> None:

@@ -275,6 +275,17 @@ def test_commit_messages_of_very_many_tables_stay_below_the_limit():
     assert all(type(item) is Outgoing for item in made.out)
 
 
+def test_the_end_of_a_transaction_over_very_many_tables_takes_little_memory():
+    made = Harness()
+    for number in range(1500):
+        made.describe(structure(number + 1, f"a_table_with_a_longer_name_{number}"))
+    made.transaction(100, *(insert(number + 1, 1) for number in range(1500)))
+    commits = [d for d in made.documents() if d["operation"] == "COMMIT"]
+    assert len(commits) == 1499
+    assert all(d["changes"] == 1500 and "tables" not in d for d in commits)
+    assert sum(len(item.payload) for item in made.outgoing()) < 2_000_000
+
+
 def test_json_messages_carry_the_same_events():
     plain, written = harness(), harness(json=True)
     for made in (plain, written):
