@@ -222,6 +222,7 @@ class CdcStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailable
         self._nats: NatsThread | None = None
         self._sources: dict[str, list[TableSchema]] = {}
         self._ends: dict[str, BatchEnds] = {}
+        self._looked_at: int | None = None
         self._created = 0
         self._target: int | None = None
 
@@ -290,18 +291,31 @@ class CdcStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailable
     def _bounds(self) -> LogBounds:
         if self._nats is None:
             self._nats = NatsThread(self.options.settings)
-            self._sources = self._nats.run(lambda client: _sources(client, self.options))
-            bounds = self._nats.run(lambda client: client.log().bounds())
+        bounds = self._nats.run(lambda client: client.log().bounds())
+        if self._looked_at is None:
             self._created = bounds.created
-            names = Subjects(self.options.settings.prefix)
-            for source, tables in self._sources.items():
-                self._ends[source] = BatchEnds(self._range_reader(_subjects(names, tables)))
-            return bounds
-        return self._nats.run(lambda client: client.log().bounds())
+        if self._looked_at is None or (not self.options.tables and self._looked_at != bounds.last):
+            # Behind the bounds: the schema of a table is there before its first row is stored.
+            self._look_for_tables()
+            self._looked_at = bounds.last
+        return bounds
 
-    def _range_reader(self, subjects: tuple[str, ...]) -> Any:
+    def _look_for_tables(self) -> None:
+        """Find the tables wanted; one that is not published any more still has rows to be read."""
+        assert self._nats is not None
+        for source, tables in self._nats.run(lambda client: _sources(client, self.options)).items():
+            known = {(one.schema, one.table): one for one in self._sources.get(source, ())}
+            known.update({(one.schema, one.table): one for one in tables})
+            self._sources[source] = list(known.values())
+            if source not in self._ends:
+                self._ends[source] = BatchEnds(self._range_reader(source))
+
+    def _range_reader(self, source: str) -> Any:
+        names = Subjects(self.options.settings.prefix)
+
         def read(first: int, end: int) -> AsyncGenerator[list[Stored], None]:
             assert self._nats is not None
+            subjects = _subjects(names, self._sources[source])
             return self._nats.client.log().read(
                 first, end, subjects, created=self._created, timeout=60.0
             )
@@ -310,6 +324,9 @@ class CdcStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailable
 
     def _after(self, offset: dict[str, Any], source: str, bounds: LogBounds) -> int:
         after = offset["sequences"].get(source)
+        if after is None and self.options.start.word == "latest":
+            # It came later: nothing of it is stored before where the others are.
+            after = min(offset["sequences"].values(), default=None)
         if after is None:
             return first_wanted(self.options, bounds, source)
         return _checked(self.options, bounds, int(after))

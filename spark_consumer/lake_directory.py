@@ -14,6 +14,8 @@ from spark_consumer.errors import SetupError
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _FILE: Final = re.compile(r"file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
+# Spark takes the first for patterns of paths, Delta the second for a character.
+_PATTERN: Final = re.compile(r"[\[\]{}*?\\]|%[0-9A-Fa-f]{2}")
 _EFFECTIVE: Final = os.access in os.supports_effective_ids
 
 
@@ -37,6 +39,12 @@ def require_place(directory: str) -> None:
     """Raise SetupError where a lake can neither be written nor made; nothing is written."""
     # Links are followed, `..` means what it says: as the tables' paths are made.
     place = Path(directory).resolve()
+    odd = _PATTERN.search(str(place))
+    if odd is not None:
+        raise SetupError(
+            f"lake directory {place} has {odd[0]} in its path, which Spark or Delta would take for "
+            "something else; choose another"
+        )
     for path in (place, *place.parents):
         try:
             mode = path.stat().st_mode

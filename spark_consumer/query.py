@@ -1,7 +1,8 @@
 """Spark SQL over the tables of a lake: `python -m spark_consumer.query --lake DIR 'SELECT …'`.
 
 Every table is a view over the Parquet files of its newest version, so that no Delta jars are
-needed; `sales.invoices` is called `sales_invoices`. Each row of a result is one line of JSON.
+needed; `sales.invoices` is called `sales_invoices`, unless another table is. Each row of a result
+is one line of JSON.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +29,9 @@ def register_views(spark: SparkSession, lake: str) -> list[str]:
     from pyspark.sql.types import StructType
 
     names = []
-    for root in sorted(Path(lake).iterdir()):
-        if not DeltaTable.is_deltatable(str(root)):
-            continue
+    roots = [one for one in sorted(Path(lake).iterdir()) if DeltaTable.is_deltatable(str(one))]
+    wanted = Counter(root.name.replace(".", "_") for root in roots)
+    for root in roots:
         table = DeltaTable(str(root))
         # Delta writes its schemas as Spark does.
         columns = StructType.fromJson(json.loads(table.schema().to_json()))
@@ -40,6 +42,8 @@ def register_views(spark: SparkSession, lake: str) -> list[str]:
             else spark.createDataFrame([], columns)
         )
         name = root.name.replace(".", "_")
+        if wanted[name] > 1:
+            name = root.name
         # Quoted: odd characters of a table are written ~XX.
         rows.createOrReplaceTempView(f"`{name}`")
         names.append(name)

@@ -273,6 +273,15 @@ def test_a_lake_that_cannot_be_written_is_refused_before_anything_starts(
         assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("name", ["lake[1]", "{a}", "a*", "b?", "c\\d", "my%20lake"])
+def test_a_lake_that_would_be_taken_for_a_pattern_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["--tables", "a", "--lake", str(tmp_path / name / "lake")]) == 2
+    assert "in its path" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
 @contextmanager
 def _plain_user() -> Iterator[None]:
     """As root, for whom every directory is open, be nobody for a while."""

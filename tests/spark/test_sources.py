@@ -151,6 +151,36 @@ def test_batches_hold_whole_transactions_and_go_on_from_a_checkpoint(
     assert [json.loads(row["data"])["id"] for row in more] == [1000, 1001]
 
 
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_table_published_later_is_read_too(
+    spark: SparkSession, options: dict[str, str], database: Database, tmp_path: Path, start: str
+) -> None:
+    found: list[tuple[str, str]] = []
+
+    def take(frame: DataFrame, _: int) -> None:
+        found.extend((row["table"], row["operation"]) for row in rows_of(frame))
+
+    source = spark.readStream.format("nats_cdc").options(**options, startingPosition=start).load()
+    query = (
+        source.writeStream.foreachBatch(take)
+        .option("checkpointLocation", str(tmp_path / "c"))
+        .trigger(processingTime="100 milliseconds")
+        .start()
+    )
+    try:
+        wait_until(lambda: query.lastProgress is not None, 60)
+        database.execute("INSERT INTO other VALUES (2)")
+        wait_until(lambda: ("other", "INSERT") in found, 60)
+        database.execute("CREATE TABLE later (id int PRIMARY KEY)")
+        database.execute("ALTER PUBLICATION pub ADD TABLE later")
+        database.execute("INSERT INTO later VALUES (1)")
+        database.execute("DELETE FROM other")
+        wait_until(lambda: ("other", "DELETE") in found, 60)
+        assert ("later", "INSERT") in found
+    finally:
+        query.stop()
+
+
 def _lag(source: Any) -> int:
     """How many messages are stored behind those that a batch has taken."""
     reached, latest = json.loads(source["endOffset"]), json.loads(source["latestOffset"])
