@@ -18,7 +18,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from consumer_sdk.wire.subjects import format_table_name, table_token
-from spark_consumer.errors import LakeError
+from spark_consumer.errors import LakeConflictError, LakeError
 from spark_consumer.lake import LakePosition, MergePlan
 from spark_consumer.logs import note
 
@@ -228,7 +228,7 @@ class DeltaLakeTable:
         try:
             write()
         except CommitFailedError as error:
-            raise LakeError(
+            raise LakeConflictError(
                 f"lake table {self._name} is being written by somebody else: {_line(error)}"
             ) from error
         except (DeltaError, OSError) as error:
@@ -313,8 +313,13 @@ def _app_id(source: str, fact: str) -> str:
 
 
 def _properties(position: LakePosition) -> CommitProperties:
+    """What a commit says of itself; it is right only upon the version it was made for.
+
+    deltalake would put it behind those of others: an OPTIMIZE, whose files then stay beside ours.
+    """
     facts = {fact: getattr(position, fact) for fact in _FACTS}
     return CommitProperties(
+        max_commit_retries=0,
         custom_metadata={_OURS: json.dumps({"source": position.source, **facts})},
         app_transactions=[
             Transaction(_app_id(position.source, fact), value) for fact, value in facts.items()

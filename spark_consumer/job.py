@@ -20,7 +20,7 @@ from consumer_sdk.wire.subjects import format_table_name
 from spark_consumer.batch_applier import BatchApplier, RebuildNeeded
 from spark_consumer.cdc_source import CdcSource
 from spark_consumer.delta_lake import DeltaLake
-from spark_consumer.errors import SparkConsumerError
+from spark_consumer.errors import LakeConflictError, SparkConsumerError
 from spark_consumer.java_errors import root_cause
 from spark_consumer.lake_lock import sole_job
 from spark_consumer.logs import note
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.5
 _CATCH_UP_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 2.0
+_CONFLICTS: Final = 5
 _SLOW_START_SECONDS: Final = 300.0
 _SLOW_START: Final = "Python worker failed to connect back"
 
@@ -91,6 +92,7 @@ class SparkJob:
         self._at_work = threading.Lock()
         self._failure: BaseException | None = None
         self._began = False
+        self._conflicts = 0
         self._parallelism = max(1, spark.sparkContext.defaultParallelism)
         self.rows_loaded = 0
         self.events = 0
@@ -138,6 +140,11 @@ class SparkJob:
                         raise
                     note(logger, "waiting", level=logging.WARNING, reason=str(error))
                     self._stopping.wait(_RETRY_SECONDS)
+                except LakeConflictError as error:
+                    self._conflicts += 1
+                    if self._conflicts > _CONFLICTS:
+                        raise
+                    note(logger, "trying again", level=logging.WARNING, reason=str(error))
                 except _SlowStartError:
                     if time.monotonic() > patience:
                         raise
@@ -237,6 +244,7 @@ class SparkJob:
                 try:
                     applier.apply(frame, batch_id)
                     self._began = True
+                    self._conflicts = 0
                 except BaseException as error:
                     self._failure = error
                     raise

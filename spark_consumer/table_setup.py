@@ -273,6 +273,8 @@ class TableSetup:
         if table is None:
             table = self._lake.create(schema.schema, schema.table, files, columns, position)
         else:
+            # Others may have optimized it while the snapshot was read.
+            table = self._lake.find(schema.schema, schema.table) or table
             table.replace(files, columns, position)
         self.rows_loaded += meta.row_count
         bar.finish(meta.row_count)

@@ -13,7 +13,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from spark_consumer.delta_lake import DeltaLake, DeltaLakeTable
-from spark_consumer.errors import LakeError
+from spark_consumer.errors import LakeConflictError, LakeError
 from spark_consumer.lake import LakePosition, MergePlan
 from spark_consumer.parquet_files import DataFile, ParquetWriter
 
@@ -193,6 +193,29 @@ def test_maintenance_by_others_is_no_tampering(table: DeltaLakeTable) -> None:
     raw.optimize.compact()
     raw.vacuum(dry_run=False)
     table.require_untampered()
+
+
+def test_files_optimized_by_others_meanwhile_are_never_left_beside_new_ones(
+    table: DeltaLakeTable,
+) -> None:
+    table.append(files(table._root, (4, "d", None)), START.moved_to(11, 0))
+    (old, *_) = table.data_files()
+    DeltaTable(table._root).optimize.compact()
+    new = files(table._root, (7, "g", None))
+    there = START.moved_to(12, 0)
+    for write in (
+        lambda: table.exchange([old], new, there),
+        lambda: table.replace(new, COLUMNS, there),
+        lambda: table.append(new, there),
+        lambda: table.merge(staged((1, "z", None, False, False)), PLAN, there),
+        lambda: table.add_columns([pa.field("later", pa.int32())], there),
+    ):
+        with pytest.raises(LakeConflictError, match="users is being written by somebody else"):
+            write()
+    assert [row[0] for row in rows_of(table)] == [1, 2, 3, 4]
+    table.require_untampered()
+    table.replace(new, COLUMNS, there)
+    assert rows_of(table) == [(7, "g", None)]
 
 
 def test_another_table_in_the_place_is_left_alone(lake: DeltaLake) -> None:

@@ -319,6 +319,32 @@ def test_values_spark_cannot_hold_stop_vanish_or_stay_as_text(
     assert [row["a__text"] for row in rows] == ["[[1, 2], [3, 4]]", "[5:6]={7,8}", None]
 
 
+def test_tables_that_others_optimize_meanwhile_are_tried_again(
+    database: Database, bridge_process: Bridges, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.execute("CREATE TABLE heap (n int); ALTER TABLE heap REPLICA IDENTITY FULL")
+    database.publish("users", "heap")
+    bridge_process()
+    for number in range(3):
+        database.execute(f"INSERT INTO users VALUES ({number}); INSERT INTO heap VALUES (1)")
+        jobs.once("users", "heap")
+    optimized: list[int] = []
+
+    def optimize(point: str) -> None:
+        if point == "spark-before-commit" and not optimized:
+            for table in ("users", "heap"):
+                found = lake_table(jobs.lake, table).optimize.compact()
+                optimized.append(found["numFilesRemoved"])
+
+    monkeypatch.setattr("spark_consumer.table_writer.hold", optimize)
+    database.execute("TRUNCATE users; INSERT INTO users VALUES (7)")
+    database.execute("DELETE FROM heap WHERE ctid = (SELECT ctid FROM heap LIMIT 1)")
+    jobs.once("users", "heap")
+    assert min(optimized) > 1
+    assert_same_rows(database.dsn, jobs.lake, "users", "heap")
+
+
 def test_a_query_that_does_not_start_is_one_line(
     database: Database, bridge_process: Bridges, jobs: Jobs
 ) -> None:
