@@ -300,7 +300,9 @@ class DeltaLake:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether a killed attempt at a first load may have left this."""
+    """Whether a killed attempt at a first load may have left this: files, a log without commit."""
+    if path.name == "_delta_log" and path.is_dir():
+        return not any(one.suffix in (".json", ".parquet") for one in path.iterdir())
     return path.is_dir() and path.name.startswith("load-")
 
 

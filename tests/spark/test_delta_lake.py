@@ -236,6 +236,11 @@ def test_leftovers_of_a_killed_load_are_not_adopted(lake: DeltaLake) -> None:
     root = lake.table_root("public", "users")
     files(root, (1, "left over", None))
     assert lake.find("public", "users") is None
+    # So the first commit stands before it gets its name.
+    log = Path(root, "_delta_log")
+    log.mkdir()
+    (log / "00000000000000000000.json#1").touch()
+    assert lake.find("public", "users") is None
     table = lake.create("public", "users", files(root, (2, "b", None)), COLUMNS, START)
     assert rows_of(table) == [(2, "b", None)]
 
