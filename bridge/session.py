@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import nats.errors
 import psycopg
-from nats.js.errors import APIError
 
-from bridge.continuity import Continuity, Server, decide
 from bridge.errors import DataAtRiskError, Retryable, SourceError
 from bridge.preflight import raise_if_blocked
 from bridge.preflight.postgres import check_postgres
 from bridge.publish.batches import FastIngestWriter, PlainWriter
 from bridge.publish.compression import EventCompressor
 from bridge.publish.encoder import Encoder, JsonEncoder, MsgpackEncoder
-from bridge.publish.fence import Fence, Lease, PublishRefused
 from bridge.publish.frames import FrameWriter
-from bridge.publish.link import server_version
 from bridge.publish.objects import ObjectWriter
 from bridge.publish.patience import Patience
 from bridge.publish.preparation import Preparation
-from bridge.publish.progress import ProgressLog, Stored, load_progress
+from bridge.publish.progress import ProgressLog, Stored
 from bridge.publish.publisher import Limits, Publisher
-from bridge.publish.readback import RecordReader
-from bridge.publish.streams import ApiError, StreamState, api, stream_state
+from bridge.publish.streams import ApiError, api
 from bridge.ring import Ring
 from bridge.schemas.catalog import Catalog
 from bridge.schemas.coverage import read_coverage
@@ -40,12 +32,12 @@ from bridge.schemas.store import SchemaStore
 from bridge.schemas.tables import PublishedTables
 from bridge.snapshot.dictionaries import DictionaryStore
 from bridge.snapshot.service import SnapshotService
+from bridge.standing import choose_epoch, look_around
 from bridge.telemetry.logs import event
 from bridge.wal.assembler import Assembler
 from bridge.wal.connection import ReplicationRefused, connect_catalog, explain
 from bridge.wal.reader import WalReader
 from bridge.wal.relations import CompiledRelation
-from bridge.wal.resume import Resume
 from bridge.wal.slot import Slot
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import table_token
@@ -54,30 +46,19 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from bridge.config import Settings
+    from bridge.continuity import Continuity, Server
     from bridge.publish.broker import Broker
     from bridge.publish.outgoing import Item
-    from bridge.publish.record import Record
+    from bridge.standing import Standing
     from bridge.telemetry.stats import BridgeStats
     from bridge.wal.messages import Relation
+    from bridge.wal.resume import Resume
 
 log = logging.getLogger("bridge.session")
 
 ANSWER_SECONDS = 15.0
 SCHEMAS_SECONDS = 3.0
 ORIGIN_VERSION = 160000
-
-
-@dataclass(frozen=True, slots=True)
-class _Standing:
-    """What was found on both sides: from it follows where to go on, and how."""
-
-    server: Server
-    slot_lsn: int
-    stream: StreamState
-    fence: Fence
-    lease: Lease | None
-    records: RecordReader
-    record: Record
 
 
 class Session:
@@ -148,10 +129,22 @@ class Session:
     async def _prepare(self, server: Server, stored_schemas: Mapping[str, Document]) -> None:
         """With the slot taken: find out where to go on, and set up the stages."""
         settings = self._settings
-        standing = await self._look_around(server, stored_schemas)
+        foreign = {
+            token
+            for token, document in stored_schemas.items()
+            if document.get("source") != settings.slot
+        }
+        standing = await look_around(
+            self._broker, self._subjects, self._slot, server, foreign.__contains__,
+            source=settings.slot, as_json=settings.json,
+        )  # fmt: skip
         record = standing.record
-        decision = await self._decide(standing)
-        self._epoch = self._stats.epoch = self._choose_epoch(record, decision)
+        decision = await standing.decide(
+            settings.pub, slot_made_at=self.slot_made_at, known_gap=self._known_gap
+        )
+        self._epoch = self._stats.epoch = choose_epoch(
+            settings.slot, record, decision, may_begin_anew=settings.on_gap == "new-epoch"
+        )
         bucket = self._broker.bridge
         known = await load_coverage(bucket, settings.slot, self._epoch, settings.pub)
         if known is None:
@@ -247,82 +240,6 @@ class Session:
             self._schemas.refuse_foreign(stored.get(table_token(schema, table)))
         return stored
 
-    async def _look_around(
-        self, server: Server, stored_schemas: Mapping[str, Document]
-    ) -> _Standing:
-        """Take the fence, and read what slot and stream say of each other."""
-        settings, broker = self._settings, self._broker
-        slot_lsn = await self._slot.position()
-        stream = await stream_state(broker.client, self._subjects.cdc_stream)
-        if stream is None:
-            raise Retryable(f"stream {self._subjects.cdc_stream} has gone; it is created again")
-        instance = secrets.token_hex(8)
-        compares = server_version(broker.client) >= (2, 11, 0)
-        fence = Fence(
-            broker.client,
-            stream=stream.name,
-            subject=self._subjects.fence(settings.slot),
-            source=settings.slot,
-            instance=instance,
-            as_json=settings.json,
-            compares=compares,
-            batched=bool(stream.config.get("allow_batched")),
-        )
-        lease = None
-        try:
-            if not compares:
-                lease = Lease(broker.bridge, source=settings.slot, instance=instance)
-                await lease.take()
-            foreign = {
-                token
-                for token, document in stored_schemas.items()
-                if document.get("source") != settings.slot
-            }
-            records = RecordReader(
-                broker.client, self._subjects, settings.slot, foreign.__contains__,
-                broker.dictionaries,
-            )  # fmt: skip
-            kept = await load_progress(broker.bridge, settings.slot)
-            record = await records.read(await fence.take(), kept)
-        except PublishRefused as error:
-            raise Retryable(f"the CDC stream takes no messages: {error}") from error
-        except (TimeoutError, nats.errors.Error, APIError) as error:
-            raise Retryable(f"the record cannot be read: {error}") from error
-        return _Standing(server, slot_lsn, stream, fence, lease, records, record)
-
-    async def _decide(self, standing: _Standing) -> Continuity:
-        record, stream = standing.record, standing.stream
-        ended_at = (record.progress or {}).get("stream_seq")
-        tail_id = None
-        if isinstance(ended_at, int):
-            tail_id = await standing.records.message_id_at(ended_at)
-        decision = decide(
-            record,
-            standing.server,
-            publication=self._settings.pub,
-            slot_lsn=standing.slot_lsn,
-            stream_created_us=stream.created_us,
-            stream_last_seq=max(stream.last_seq, standing.fence.sequence),
-            tail_id=tail_id,
-            is_new_slot=standing.slot_lsn == self.slot_made_at,
-        )
-        if self._known_gap is not None and decision.gap is None:
-            return Continuity(Resume(), gap=self._known_gap)
-        return decision
-
-    def _choose_epoch(self, record: Record, decision: Continuity) -> int:
-        if decision.first:
-            return int(time.time())
-        if decision.gap is None:
-            return record.epoch
-        if self._settings.on_gap != "new-epoch":
-            raise DataAtRiskError(
-                f"continuity of source {self._settings.slot} is lost: {decision.gap}; start with "
-                "--on-gap=new-epoch to go on, consumers will bootstrap again"
-            )
-        event(log, "new epoch", level=logging.WARNING, reason=decision.gap)
-        return max(int(time.time()), record.epoch + 1)
-
     def _build_reader(self, ring: Ring[Item], resume: Resume) -> WalReader:
         settings, broker = self._settings, self._broker
         headers = f"Content-Type: {self._encoder.content_type}\r\n".encode()
@@ -355,7 +272,7 @@ class Session:
     async def _build_publisher(
         self,
         ring: Ring[Item],
-        standing: _Standing,
+        standing: Standing,
         decision: Continuity,
         registry: SchemaRegistry,
     ) -> Publisher:
@@ -406,7 +323,7 @@ class Session:
             stored=stored,
         )
 
-    async def _announce(self, standing: _Standing, decision: Continuity) -> None:
+    async def _announce(self, standing: Standing, decision: Continuity) -> None:
         """Say in the stream where it goes on, and what is missing before, if anything."""
         record, slot_lsn = standing.record, standing.slot_lsn
         gap = None
