@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 from consumer_sdk.errors import TargetError, UsageError
 from consumer_sdk.mirror import postgres_values
 from consumer_sdk.wire.envelope import to_json_value
+from consumer_sdk.wire.jsonb import jsonb_text
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -161,22 +162,22 @@ class _Csv(_TextFile):
 
 
 class _Lines:
-    """Rows as JSON, one a line; documents that travel as text are written as it is."""
+    """Rows as JSON, one a line; documents as they are, digit by digit."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
-        # An array with odd bounds is text too, and no document.
-        self._arrays = {column.name for column in columns if column.family == "array"}
+        self._documents = {one.name for one in columns if one.family in ("json", "jsonb")}
 
     def line(self, row: Row, raw: Container[str]) -> str:
         members = (
-            f"{_dumped(name)}:{self._verbatim(name, value) if name in raw else _dumped(value)}"
-            for name, value in row.items()
+            f"{_dumped(name)}:{self._text(name, value, name in raw)}" for name, value in row.items()
         )
         return "{" + ",".join(members) + "}\n"
 
-    def _verbatim(self, name: str, value: Any) -> str:
-        is_text = name in self._arrays and isinstance(value, str)
-        return _dumped(value) if is_text else _document(value)
+    def _text(self, name: str, value: Any, raw: bool) -> str:
+        if name in self._documents:
+            return _document(value) if raw else jsonb_text(value)
+        # An array with odd bounds is text, and no document.
+        return _document(value) if raw and isinstance(value, list) else _dumped(value)
 
 
 def _document(value: Any) -> str:

@@ -13,7 +13,6 @@ import struct
 import subprocess
 import sys
 import termios
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -263,6 +262,57 @@ def test_snapshot_writes_csv_that_postgresql_reads_back(shop: Shop, tmp_path: Pa
         assert next(csv.reader(file)) == ["id", "name", "at", "blob"]
 
 
+@pytest.mark.parametrize("mode", [(), ("--json",)], ids=["msgpack", "json"])
+def test_documents_and_arrays_are_the_same_in_every_file(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    run_command: Callable[..., Result],
+    prefix: str,
+    tmp_path: Path,
+    mode: tuple[str, ...],
+) -> None:
+    database.execute(
+        "CREATE TABLE docs (id int PRIMARY KEY, b jsonb, j json, bs jsonb[], ts text[], ys bytea[])"
+    )
+    documents = [
+        '"text"', '"5"', "5", "null", '{"a": 1.10}', '{"a": 1}', '"{\\"a\\": 1.10}"', "[1, [2]]",
+        "1.00", '"1.00"', '{"a": 0.0000001, "é": [1, null]}', '{"large": 9007199254740993}',
+        '{\n "lines": "\\n"}', "true",
+    ]  # fmt: skip
+    with database.connect() as connection:
+        for number, document in enumerate(documents):
+            connection.execute(
+                "INSERT INTO docs VALUES (%s, %s, %s, ARRAY[%s::jsonb, NULL], %s, %s)",
+                (number, document, document, document, ["a,b", None, "NULL", ""], [b"\xff"]),
+            )
+        connection.execute("INSERT INTO docs (id, ts) VALUES (100, '[2:3]={a,b}')")
+    database.publish("docs")
+    bridge_process(*mode)
+    for ending, columns in (("csv", ()), ("jsonl", ()), ("parquet", ("--columns", "id,b,j,bs"))):
+        out = ("--out", str(tmp_path / f"docs.{ending}"))
+        result = run_command("cdc", "snapshot", "docs", *out, *columns, "--prefix", prefix)
+        assert result.returncode == 0, result.stderr
+    database.execute("CREATE TABLE back (LIKE docs)")
+    with (
+        database.connect() as connection,
+        connection.cursor() as cursor,
+        cursor.copy("COPY back FROM STDIN (FORMAT csv, HEADER)") as copy,
+    ):
+        copy.write((tmp_path / "docs.csv").read_bytes())
+    printed = "SELECT t::text FROM {} t ORDER BY id"
+    source = database.execute(printed.format("docs"))
+    assert database.execute(printed.format("back")) == source
+    lines = (tmp_path / "docs.jsonl").read_text().splitlines()
+    table = pyarrow.parquet.read_table(tmp_path / "docs.parquet").to_pylist()
+    for number, document in enumerate(documents):
+        wanted = json.loads(document)
+        line = next(row for row in map(json.loads, lines) if row["id"] == number)
+        assert (line["b"], line["j"], line["bs"]) == (wanted, wanted, [wanted, None])
+        cells = next(row for row in table if row["id"] == number)
+        assert cells["j"] == document
+        assert [json.loads(text) for text in (cells["b"], cells["bs"][0])] == [wanted, wanted]
+
+
 def test_snapshot_writes_parquet_with_types(shop: Shop, tmp_path: Path) -> None:
     out = tmp_path / "users.parquet"
     result = shop.cdc("snapshot", "users", "--out", str(out))
@@ -279,52 +329,6 @@ def test_snapshot_writes_parquet_with_types(shop: Shop, tmp_path: Path) -> None:
         "ratio": "double",
     }
     assert table.to_pylist()[0]["tags"] == ["a", None]
-
-
-DOCUMENTS = """
-CREATE TABLE documents (id int PRIMARY KEY, b jsonb, j json, bs jsonb[], tags text[], n int[]);
-INSERT INTO documents VALUES
-    (1, '"abc"', '"abc"', '{"\\"x\\"", 1.0}', '{a,NULL,"b,c",""}', '{{1,2},{3,4}}'),
-    (2, '"1.00"', '[1,\n  2]', '{}', '{}', '[2:3]={5,6}'),
-    (3, '1.00', '1.00', NULL, NULL, NULL),
-    (4, '{"a": 0.0000001, "é": [1, null]}', '{"a": 1, "a": 2}', NULL, NULL, NULL),
-    (5, 'null', 'null', NULL, NULL, NULL);
-ALTER PUBLICATION pub ADD TABLE documents
-"""
-
-
-def test_documents_and_arrays_are_told_from_text_in_every_file(shop: Shop, tmp_path: Path) -> None:
-    shop.database.execute(DOCUMENTS)
-    wait_until(lambda: "documents" in shop.cdc("tables").stdout, 30)
-
-    def snapshot(name: str, *options: str) -> Path:
-        out = tmp_path / name
-        result = shop.cdc("snapshot", "documents", "--out", str(out), *options)
-        assert result.returncode == 0, result.stderr
-        return out
-
-    shop.database.execute("CREATE TABLE copy (LIKE documents)")
-    with shop.database.connect() as connection, connection.cursor() as cursor:
-        with cursor.copy("COPY copy FROM STDIN (FORMAT csv, HEADER)") as copy:
-            copy.write(snapshot("documents.csv").read_bytes())
-        connection.commit()
-    printed = "SELECT id, b::text, j::text, bs::text, tags::text, n::text FROM {} ORDER BY id"
-    kept = shop.database.execute(printed.format("documents"))
-    assert shop.database.execute(printed.format("copy")) == kept
-
-    lines = snapshot("documents.jsonl").read_text().splitlines()
-    read = sorted(map(json.loads, lines), key=itemgetter("id"))
-    assert [(row["id"], row["b"]) for row in read] == [
-        (1, "abc"), (2, "1.00"), (3, 1), (4, {"a": 0.0000001, "é": [1, None]}), (5, None),
-    ]  # fmt: skip
-    assert (read[0]["bs"], read[1]["n"]) == (["x", 1.0], "[2:3]={5,6}")
-    assert any('"b":1.00,"j":1.00' in line for line in lines)
-    assert any('"j":{"a": 1, "a": 2}' in line for line in lines)
-
-    table = pyarrow.parquet.read_table(snapshot("documents.parquet", "--columns", "id,b,j,tags"))
-    rows = sorted(table.to_pylist(), key=itemgetter("id"))
-    assert [(row["id"], row["b"], row["j"]) for row in rows] == [row[:3] for row in kept]
-    assert rows[0]["tags"] == ["a", None, "b,c", ""]
 
 
 def test_what_parquet_cannot_hold_is_said_and_nothing_is_left(shop: Shop, tmp_path: Path) -> None:
