@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from consumer_sdk.chunk import ChunkReader, ChunkRows
 from consumer_sdk.connection import ApiError
 from consumer_sdk.decoder import parse_headers
-from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
+from consumer_sdk.errors import CorruptData, GapError, NotAvailable, SnapshotFailed
 from consumer_sdk.pull import PullConsumer
 from consumer_sdk.stream import Frame, get_message, stream_bounds
 from consumer_sdk.wire.envelope import CHUNK_SHA256, decode_payload
@@ -137,15 +137,15 @@ class Snapshot:
             while missing:
                 frames = await consumer.take(8, wait=0 if consumer.caught_up else 1.0)
                 if not frames and consumer.caught_up:
-                    raise SnapshotFailed(
-                        f"{self._name()}: chunk {min(missing)} is no longer stored; "
-                        "ask for a fresh snapshot"
-                    )
+                    raise self._no_longer_stored(min(missing))
                 for frame in frames:
                     number, digest = self._verify(frame)
                     if number in missing:
                         missing.discard(number)
                         yield number, digest, frame
+        except GapError as error:
+            # Of the stream of snapshots: the changes are all there.
+            raise self._no_longer_stored(min(missing)) from error
         finally:
             await consumer.close()
 
@@ -155,9 +155,7 @@ class Snapshot:
         subject = subjects.chunk(self.meta.token, self.meta.snapshot_id, number)
         frame = await get_message(self._client.nc, subjects.init_stream, {"last_by_subj": subject})
         if frame is None:
-            raise SnapshotFailed(
-                f"{self._name()}: chunk {number} is no longer stored; ask for a fresh snapshot"
-            )
+            raise self._no_longer_stored(number)
         if self._verify(frame)[0] != number:
             raise CorruptData(f"{self._name()}: chunk {number} is out of its place")
         return frame
@@ -175,6 +173,11 @@ class Snapshot:
         if headers.get(CHUNK_SHA256) != digest:
             raise CorruptData(f"{self._name()}: chunk {number} does not have its sha256")
         return int(number), digest
+
+    def _no_longer_stored(self, number: int) -> SnapshotFailed:
+        return SnapshotFailed(
+            f"{self._name()}: chunk {number} is no longer stored; ask for a fresh snapshot"
+        )
 
     def _name(self) -> str:
         table = format_table_name(self.meta.schema, self.meta.table)

@@ -12,7 +12,7 @@ import nats.errors
 
 from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.decoder import parse_headers
-from consumer_sdk.errors import NotAvailable, SnapshotFailed, UsageError
+from consumer_sdk.errors import GapError, NotAvailable, SnapshotFailed, UsageError
 from consumer_sdk.pull import PullConsumer
 from consumer_sdk.schema import TableName, resolve_table
 from consumer_sdk.snapshot import (
@@ -146,6 +146,11 @@ class _Pending:
             return await self._wait(consumer)
         except nats.errors.Error as error:
             raise NotAvailable(f"NATS does not answer: {self._client.nc.explain(error)}") from error
+        except GapError as error:
+            raise SnapshotFailed(
+                f"snapshot {self._snapshot_id} of {self._table}: stream {subjects.init_stream} was "
+                "deleted or recreated meanwhile"
+            ) from error
         finally:
             await consumer.close()
             if watching is not None and not self._client.nc.is_closed:

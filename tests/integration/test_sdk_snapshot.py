@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -605,3 +605,20 @@ async def test_progress_of_a_source_is_the_newest_of_stream_and_bucket(
     await publisher.js.purge_stream(publisher.subjects.cdc_stream)
     assert (await client.progress("shop")).lsn == 0x900  # type: ignore[union-attr]
     assert await client.progress("nobody") is None
+
+
+async def test_a_stream_recreated_under_a_reader_is_a_failed_snapshot_and_no_gap(
+    publisher: Publisher, client: Client
+) -> None:
+    await publisher.put_schema()
+    await publisher.progress()
+    await publisher.snapshot([[{"id": number}] for number in range(100)])
+    snapshot = await client.snapshot("users")
+    stream = publisher.subjects.init_stream
+    async with aclosing(snapshot.chunks()) as chunks:
+        await anext(chunks)
+        await publisher.js.delete_stream(stream)
+        await publisher.js.add_stream(name=stream, subjects=[publisher.subjects.init_all])
+        with pytest.raises(SnapshotFailed, match="ask for a fresh snapshot"):
+            async for _ in chunks:
+                pass
