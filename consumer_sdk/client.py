@@ -208,7 +208,7 @@ class Client:
     async def _change_transactions(
         self, tables: Sequence[TableName] | None, after: After, messages: bool
     ) -> AsyncGenerator[Transaction, None]:
-        start = await self._start(after)
+        start = await self._start(after, tables)
         builder = TransactionBuilder(start.cut)
         async with aclosing(self._stored(tables, start, messages, progress=messages)) as events:
             async for stored in events:
@@ -267,9 +267,18 @@ class Client:
             after=start.after,
         )
 
-    async def _start(self, after: After) -> StartingPoint:
+    async def _start(self, after: After, tables: Sequence[TableName] | None = ()) -> StartingPoint:
         bounds = await stream_bounds(self.nc, self.subjects.cdc_stream)
-        return await find_starting_point(self.nc, self.subjects, self.decoder(), bounds, after)
+        if tables is None and after == "now":
+            tables = [(schema.schema, schema.table) for schema in await self.tables()]
+        return await find_starting_point(
+            self.nc,
+            self.subjects,
+            self.decoder(),
+            bounds,
+            after,
+            self.filters(tables) if tables else (),
+        )
 
     # the log by sequence
 

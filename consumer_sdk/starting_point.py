@@ -16,7 +16,7 @@ from consumer_sdk.transactions import COUNTED
 from consumer_sdk.wire.position import Position
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from consumer_sdk.connection import LogConnection
     from consumer_sdk.decoder import EventDecoder, Stored
@@ -60,12 +60,14 @@ async def find_starting_point(
     decoder: EventDecoder,
     bounds: StreamBounds,
     after: After,
+    filters: Sequence[str] = (),
 ) -> StartingPoint:
     """Turn what the caller asks for into a sequence of the stream as it stands.
 
-    A position that the stream does not reach back to raises GapError.
+    `filters` are the subjects of the tables to be read, one for each. A position that the stream
+    does not reach back to raises GapError.
     """
-    probe = _Probe(nc, subjects, decoder, bounds)
+    probe = _Probe(nc, subjects, decoder, bounds, filters)
     if isinstance(after, str):
         if after == "start":
             cut = await probe.cut_at(bounds.first)
@@ -104,18 +106,25 @@ class _Probe:
         subjects: Subjects,
         decoder: EventDecoder,
         bounds: StreamBounds,
+        filters: Sequence[str],
     ) -> None:
         self._nc = nc
         self._subjects = subjects
         self._decoder = decoder
         self._bounds = bounds
+        self._filters = filters
 
     async def cut_at(self, sequence: int) -> frozenset[tuple[str, int]]:
         """The transactions that are under way at a sequence: begun before it, not yet ended."""
         first = self._bounds.first
         cut: set[tuple[str, int]] = set()
         settled: set[str] = set()
-        for stored in reversed(await self._before(sequence)):
+        before = await self._before(sequence)
+        if sequence > self._bounds.last:
+            # Another source may have stored more than that since.
+            before += await self._newest()
+            before.sort(key=_sequence)
+        for stored in reversed(before):
             event = stored.event
             if event.operation in COUNTED and event.source not in settled:
                 settled.add(event.source)
@@ -157,6 +166,18 @@ class _Probe:
                     break
         finally:
             await consumer.close()
+        return found
+
+    async def _newest(self) -> list[Stored]:
+        """The last event of each table to be read."""
+        found: list[Stored] = []
+        for subject in self._filters:
+            frame = await get_message(
+                self._nc, self._subjects.cdc_stream, {"last_by_subj": subject}
+            )
+            if frame is not None and frame.stream_seq <= self._bounds.last:
+                with suppress(CorruptData):
+                    found += (await self._decoder.decode([frame]))[-1:]
         return found
 
     async def sequence_at(self, when: datetime) -> int:
@@ -244,6 +265,10 @@ class _Probe:
             if stored:
                 return stored[-1]
             at = frame.stream_seq + 1
+
+
+def _sequence(stored: Stored) -> int:
+    return stored.stream_seq
 
 
 def _place(stored: Stored) -> SourcePosition:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -210,3 +211,23 @@ async def test_a_foreign_starting_point_is_refused(publisher: Publisher, client:
     for after in ("yesterday", True, None, -1, {}):
         with pytest.raises(UsageError):
             await anext(client.changes(None, after=after))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("tables", [["users"], None], ids=["some", "all"])
+async def test_starting_now_leaves_out_a_transaction_that_another_source_has_overtaken(
+    publisher: Publisher, client: Client, prefix: str, tables: list[str] | None
+) -> None:
+    other = Publisher(publisher.client, prefix, source="other")
+    await publisher.put_schema()
+    publisher.lsn += 0x100
+    first_half = publisher.event("users", "INSERT", lsn=publisher.lsn, data={"id": 1})
+    await publisher.send(first_half)
+    for number in range(100):
+        await other.insert(number, table="others")
+    async with aclosing(client.changes(tables, after="now")) as changes:
+        first = asyncio.ensure_future(anext(changes))
+        await eventually(publisher.is_read)
+        end = {"seq": 1, "msg_id": "second half", "last": True, "end_lsn": publisher.lsn + 0x30}
+        await publisher.send({**first_half, **end})
+        await publisher.insert(7)
+        assert [one.data["id"] for one in (await asyncio.wait_for(first, 10)).events] == [7]
