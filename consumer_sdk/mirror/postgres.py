@@ -72,7 +72,7 @@ class PostgresEngine:
                 self._copy(statement, rows)
 
     def _copy(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
-        table = statement.removeprefix("INSERT INTO ").partition(" VALUES ")[0].replace("%%", "%")
+        table = statement.removeprefix("INSERT INTO ").rpartition(" VALUES (")[0].replace("%%", "%")
         with self.connection.cursor() as cursor, cursor.copy(f"COPY {table} FROM STDIN") as copy:
             for row in rows:
                 copy.write_row(row)

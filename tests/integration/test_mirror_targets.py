@@ -328,3 +328,26 @@ def test_types_the_target_lacks_become_what_is_behind_them(database: Any) -> Non
     assert [kind for (kind,) in found] == [
         "integer", "text", "numeric", "text[]", "character varying[]",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_that_look_like_a_statement_are_names(kind: str, make_target: Any) -> None:
+    columns = (column("id", 1, INT4, is_key=True, is_nullable=False), column("a VALUES (%s", 2))
+    schema = table_schema("b VALUES c", columns=columns)
+    source = ModelSource(ModelStream(), [schema])
+    table = (schema.schema, schema.table)
+    for key in range(100):
+        source.insert(table, {"id": key, "a VALUES (%s": "v"})
+    source.commit()
+    target = make_target(kind)
+    writer = Writer(target)
+    writer.open()
+    copy, rows = source.snapshot(table, source.lsn + 1, source.stream.last + 1)
+    writer.start_load(copy)
+    writer.load(copy, rows)
+    writer.finish_load(copy)
+    source.progress()
+    machine = HandOff(writer.read_state(), CREATED)
+    writer.perform(machine.advance(source.stream.since(machine.start_sequence)))
+    assert normalized(target.rows(table[1])) == normalized(source.rows[table])
+    writer.close()
