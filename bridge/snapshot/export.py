@@ -71,6 +71,9 @@ async def exported_snapshot(
         await connection.execute("SET idle_in_transaction_session_timeout = 0")
         await connection.execute("SET statement_timeout = 0")
         await connection.execute("SET lock_timeout = 0")
+        if connection.info.server_version >= 170000:
+            # The exported snapshot is an open transaction until every worker has imported it.
+            await connection.execute("SET transaction_timeout = 0")
         slot = f"tailrace_snapshot_{secrets.token_hex(8)}"
         # PostgreSQL 14 knows only the older spelling of the option.
         option = (

@@ -147,6 +147,16 @@ async def test_waiting_has_a_limit_and_ends_in_a_clear_error(
     assert len((await snapshots.take("users")).rows) == 10
 
 
+async def test_limits_of_the_database_on_transactions_do_not_end_an_export(
+    database: Database, snapshots: Snapshots
+) -> None:
+    create_users(database)
+    database.execute(f"ALTER DATABASE {database.name} SET transaction_timeout = '100ms'")
+    database.execute(f"ALTER DATABASE {database.name} SET statement_timeout = '100ms'")
+    await snapshots.start()
+    assert len((await snapshots.take("users")).rows) == 10
+
+
 async def test_a_table_locked_by_another_session_is_waited_for_and_named(
     database: Database, snapshots: Snapshots, holds: Holds
 ) -> None:
