@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from datetime import date, datetime
+from decimal import ROUND_UP, Context
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.decoder import parse_headers
@@ -231,10 +233,25 @@ def _fixed_point(value: Decimal) -> str:
 
 def _shortest_float4(value: float) -> float:
     """The double that PostgreSQL's shortest text of a float4 reads as."""
+    if not value or not math.isfinite(value):
+        return value
     packed = struct.pack("f", value)
     # Six digits always fit a normal float4 read from them; subnormal ones hold fewer.
     for digits in range(1 if abs(value) < 2**-126 else 6, 9):
         candidate = float(f"{value:.{digits}g}")
-        if struct.pack("f", candidate) == packed:
+        if _reads_as(candidate, packed):
             return candidate
+        # The neighbours of a power of two are nearer below it, so above it more text fits.
+        if abs(math.frexp(value)[0]) == 0.5:
+            candidate = float(Context(prec=digits, rounding=ROUND_UP).create_decimal(value))
+            if _reads_as(candidate, packed):
+                return candidate
     return float(f"{value:.9g}")
+
+
+def _reads_as(value: float, packed: bytes) -> bool:
+    """Whether a float4 is the nearest to a value; PostgreSQL prints nothing half-way to another."""
+    return all(
+        struct.pack("f", near) == packed
+        for near in (value, math.nextafter(value, math.inf), math.nextafter(value, -math.inf))
+    )

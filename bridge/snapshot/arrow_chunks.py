@@ -5,7 +5,6 @@ What a typed column cannot hold stands in the chunk's `odd` map: column, then ro
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -105,7 +104,9 @@ class ArrowEncoder:
 
     def _emit(self, lines: list[bytes]) -> Iterator[Content]:
         batch, odd = self._parser.parse(lines)
-        size = pa.ipc.get_record_batch_size(batch) + (len(json.dumps(odd)) if odd else 0)
+        size = pa.ipc.get_record_batch_size(batch)
+        if odd:
+            size += len(envelope.encode(odd, as_json=True))
         if size <= self._max_bytes:
             text = sum(map(len, lines)) + len(lines)
             # Aim the next chunk at nine tenths of the limit, by what this one came to.

@@ -157,9 +157,10 @@ class ReplicationConnection:
     @classmethod
     async def connect(cls, conninfo: str) -> ReplicationConnection:
         parameters = conninfo_to_dict(conninfo)
-        options = _options(
-            {"wal_sender_timeout": str(WAL_SENDER_TIMEOUT_MS)}, str(parameters.get("options", ""))
-        )
+        # Without a search path the names in regclass, regtype and their like are qualified, as
+        # they are in snapshots.
+        settings = {"wal_sender_timeout": str(WAL_SENDER_TIMEOUT_MS), "search_path": ""}
+        options = _options(settings, str(parameters.get("options", "")))
         target = make_conninfo(conninfo, replication="database", options=options)
         try:
             # psycopg's own connection does the waiting, the timeouts and the host list.

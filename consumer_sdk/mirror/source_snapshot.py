@@ -39,6 +39,8 @@ class SourceSnapshot:
         """Make a consistent point with a temporary slot and read at it from now on."""
         connection = connect_postgres(dsn, "the source")
         try:
+            # Names in regclass and its like are qualified, as the bridge sends them.
+            connection.execute("SET search_path = ''")
             walsender = connect_postgres(
                 dsn, "the source (as a role with REPLICATION)", replication="database"
             )

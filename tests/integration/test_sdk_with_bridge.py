@@ -105,6 +105,46 @@ async def test_values_are_equal_in_every_encoding_of_changes_and_snapshots(
             assert await snapshot_rows(client, chunk_format) == from_log, chunk_format
 
 
+# Powers of two, subnormal ones too, and integers with a shorter text half-way to the next float4.
+ODD = """
+CREATE TABLE odd (id int PRIMARY KEY, single float4, grid bytea[], relation regclass,
+                  kinds regtype[]);
+CREATE TYPE state AS ENUM ('on');
+"""
+ODD_ROWS = r"""
+INSERT INTO odd SELECT n + 200, ('2e0'::float8 ^ n)::float4 FROM generate_series(-149, 127) n;
+INSERT INTO odd SELECT n, n::float4 FROM generate_series(33554432, 33555432, 4) n;
+INSERT INTO odd VALUES (1, 0, '{{"\\x00ff",NULL},{"","\\x5c"}}', 'odd', '{state,int4}')
+"""
+
+
+async def test_odd_values_are_equal_in_changes_and_snapshots(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    nats_server: NatsServer,
+    prefix: str,
+) -> None:
+    database.execute(ODD)
+    database.publish("odd")
+    await asyncio.to_thread(bridge_process)
+    async with connect(nats_server.url, prefix=prefix) as client:
+        database.execute(ODD_ROWS)
+        changes = client.changes(["odd"], after="start")
+        async with asyncio.timeout(20):
+            transaction = await anext(changes)
+        await changes.aclose()
+        from_log = {e.data["id"]: e.data for e in transaction.events if e.operation == "INSERT"}
+        assert (from_log[1]["relation"], from_log[1]["kinds"]) == (
+            "public.odd",
+            ["public.state", "integer"],
+        )
+        assert from_log[33554448]["single"] == 33554448
+        for chunk_format in ("msgpack", "json", "arrow"):
+            snapshot = await client.snapshot("odd", format=chunk_format)
+            rows = {row["id"]: row async for row in snapshot.rows()}
+            assert rows == from_log, chunk_format
+
+
 @pytest.mark.slow
 async def test_wide_rows_come_whole_from_changes_and_snapshots(
     database: Database,

@@ -106,6 +106,22 @@ def test_every_type_arrives_the_same_in_both_targets(
         mirror.kill()
 
 
+def test_qualified_names_are_equal(
+    database: Any, bridge_process: Any, mirror_process: Any, verify: Any, tmp_path: Path
+) -> None:
+    database.execute("CREATE TABLE named (id int PRIMARY KEY, relation regclass)")
+    database.execute("INSERT INTO named VALUES (1, 'named')")
+    database.publish("named")
+    bridge_process()
+    replica = f"sqlite:///{tmp_path}/replica.db"
+    for count in (1, 2):
+        # From a snapshot first, then through the log.
+        assert mirror_process("named", "--into", replica, "--once").wait() == 0
+        said = f"named: equal, {count} rows, 0 changes folded in\n"
+        assert verify("named", replica=replica) == (0, said)
+        database.execute("INSERT INTO named VALUES (2, 'named') ON CONFLICT DO NOTHING")
+
+
 def test_differences_are_named_by_key(
     database: Any, bridge_process: Any, mirror_process: Any, verify: Any, tmp_path: Path
 ) -> None:
