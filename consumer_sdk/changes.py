@@ -113,19 +113,26 @@ class ChangeFeed:
                 if event.commit_lsn < lsn or (event.commit_lsn == lsn and event.seq <= seq):
                     continue
                 lsn, seq = event.commit_lsn, event.seq
-            elif event.operation == "MESSAGE" and not self._is_new_message(event, key, lsn):
-                continue
+            else:
+                own = (event.source, event.epoch)
+                last = (lsn, seq) if own == key else self._last.get(own, (-1, -1))
+                if event.operation == "MESSAGE" and not self._is_new_message(event, last):
+                    continue
+                if event.commit_lsn == last[0]:
+                    event.behind = last[1]
             append(item)
         if lsn >= 0:
             self._last[key] = Position(lsn, seq)
         return fresh
 
-    def _is_new_message(self, event: Event, key: tuple[str, int], lsn: int) -> bool:
+    def _is_new_message(self, event: Event, last: tuple[int, int]) -> bool:
+        """Whether a logical message lies behind the last change and the last message."""
         own = (event.source, event.epoch)
-        through = lsn if own == key else self._last.get(own, (-1, -1))[0]
         ordinal = (event.document or {}).get("ordinal", 0)
         place = (event.commit_lsn, ordinal if isinstance(ordinal, int) else 0)
-        if event.commit_lsn < through or place <= self._last_message.get(own, (-1, -1)):
+        if (event.commit_lsn, event.seq - 1) < last or place <= self._last_message.get(
+            own, (-1, -1)
+        ):
             return False
         self._last_message[own] = place
         return True

@@ -198,7 +198,8 @@ class Client:
 
         `after` is "now", "start" (everything retained), a stream sequence, a datetime, or a mapping
         from source to the SourcePosition of the last event seen. `messages` adds the logical
-        messages of pg_logical_emit_message. A huge transaction is held in memory until it ends:
+        messages of pg_logical_emit_message, which may come again after a position of a single event
+        because they have none of their own. A huge transaction is held in memory until it ends:
         read `as_events` where that does not fit.
         """
         if as_events:

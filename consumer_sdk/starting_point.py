@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -16,11 +16,11 @@ from consumer_sdk.transactions import COUNTED
 from consumer_sdk.wire.position import Position
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from consumer_sdk.connection import LogConnection
     from consumer_sdk.decoder import EventDecoder, Stored
-    from consumer_sdk.stream import StreamBounds
+    from consumer_sdk.stream import Frame, StreamBounds
     from consumer_sdk.wire.subjects import Subjects
 
 
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 else:
     After = object
 
-_LOOK_BACK = 64
+_LOOK_AROUND = 64
+_WINDOW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +117,9 @@ class _Probe:
 
     async def cut_at(self, sequence: int) -> frozenset[tuple[str, int]]:
         """The transactions that are under way at a sequence: begun before it, not yet ended."""
-        first = self._bounds.first
         cut: set[tuple[str, int]] = set()
         settled: set[str] = set()
-        before = await self._before(sequence)
+        before = [one[-1] for one in await self._near(sequence - _LOOK_AROUND, sequence)]
         if sequence > self._bounds.last:
             # Another source may have stored more than that since.
             before += await self._newest()
@@ -130,43 +130,49 @@ class _Probe:
                 settled.add(event.source)
                 if not event.last and event.operation != "COMMIT":
                     cut.add((event.source, event.commit_lsn))
-        if not settled and first <= sequence <= self._bounds.last:
-            # Nothing older is stored: a first event with an ordinal above 0 has lost its beginning.
-            stored_first = await self._at_or_after(sequence)
-            if stored_first is not None:
-                event = stored_first.event
-                if event.operation in COUNTED and event.seq > 0:
+        # What is older may be gone: a first event with an ordinal above 0 has lost its beginning.
+        for message in await self._near(sequence, sequence + _LOOK_AROUND):
+            event = message[0].event
+            if event.operation in COUNTED and event.source not in settled:
+                settled.add(event.source)
+                if event.seq > 0:
                     cut.add((event.source, event.commit_lsn))
         return frozenset(cut)
 
-    async def _before(self, sequence: int) -> list[Stored]:
-        """The last event of each of the messages stored shortly before a sequence."""
-        start = max(self._bounds.first, sequence - _LOOK_BACK)
-        end = min(sequence, self._bounds.last + 1)
-        found: list[Stored] = []
+    async def _near(self, start: int, end: int) -> list[list[Stored]]:
+        """The events of each message stored in [start, end), without those that are damaged."""
+        async with aclosing(self._messages(start, end, lenient=True)) as messages:
+            return [message async for message in messages]
+
+    async def _messages(
+        self, start: int, end: int, *, lenient: bool = False
+    ) -> AsyncGenerator[list[Stored], None]:
+        """The events of each message stored in [start, end), as far as the stream goes."""
+        start = max(self._bounds.first, start)
+        end = min(end, self._bounds.last + 1)
         if start >= end:
-            return found
+            return
         consumer = PullConsumer(
             self._nc,
             self._subjects.cdc_stream,
             filters=[self._subjects.cdc_all],
             start_sequence=start,
             gapless=False,
-            window=2 * _LOOK_BACK,
+            window=min(_WINDOW, 2 * (end - start)),
         )
         try:
             while consumer.next_sequence < end:
-                frames = await consumer.take(_LOOK_BACK, wait=1.0)
+                frames = await consumer.take(_LOOK_AROUND, wait=1.0)
                 for frame in frames:
                     if frame.stream_seq < end:
                         # What is damaged here was not asked for.
-                        with suppress(CorruptData):
-                            found += (await self._decoder.decode([frame]))[-1:]
+                        with suppress(CorruptData) if lenient else nullcontext():
+                            if stored := await self._decoder.decode([frame]):
+                                yield stored
                 if not frames and consumer.caught_up:
                     break
         finally:
             await consumer.close()
-        return found
 
     async def _newest(self) -> list[Stored]:
         """The last event of each table to be read."""
@@ -238,33 +244,32 @@ class _Probe:
         return low
 
     async def _next_of(self, source: str, start: int, end: int) -> Stored | None:
-        """The first counted event of a source stored in [start, end)."""
+        """The last event of the first message of counted events of a source in [start, end)."""
         at = start
-        while at < end:
-            stored = await self._at_or_after(at)
-            if stored is None or stored.stream_seq >= end:
-                return None
-            if stored.event.source == source and stored.event.operation in COUNTED:
-                return stored
-            at = stored.stream_seq + 1
+        # Mostly the next message is one; a long run of others is read instead of asked for.
+        if start < end and (frame := await self._message_at(start)) is not None:
+            at = frame.stream_seq + 1
+            found = await self._decoder.decode([frame]) if at <= end else []
+            if found and _counts(found[-1], source):
+                return found[-1]
+        async with aclosing(self._messages(at, end)) as messages:
+            async for message in messages:
+                if _counts(message[-1], source):
+                    return message[-1]
         return None
 
-    async def _at_or_after(self, sequence: int) -> Stored | None:
-        """The last event of the first decodable message at or after a sequence, None at the end."""
-        at = sequence
-        while True:
-            await stay_cancelled()
-            frame = await get_message(
-                self._nc,
-                self._subjects.cdc_stream,
-                {"seq": at, "next_by_subj": self._subjects.cdc_all},
-            )
-            if frame is None:
-                return None
-            stored = await self._decoder.decode([frame])
-            if stored:
-                return stored[-1]
-            at = frame.stream_seq + 1
+    async def _message_at(self, sequence: int) -> Frame | None:
+        """The first message stored at or after a sequence."""
+        await stay_cancelled()
+        return await get_message(
+            self._nc,
+            self._subjects.cdc_stream,
+            {"seq": sequence, "next_by_subj": self._subjects.cdc_all},
+        )
+
+
+def _counts(stored: Stored, source: str) -> bool:
+    return stored.event.source == source and stored.event.operation in COUNTED
 
 
 def _sequence(stored: Stored) -> int:

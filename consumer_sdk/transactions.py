@@ -22,8 +22,8 @@ class Transaction:
     """One transaction of a source, as far as it touches the tables being read.
 
     `events` holds changes, schema notices and logical messages in order, without the ends.
-    `last_seq` is the ordinal of its last event seen, ends included; `end_lsn` is 0 where the
-    bridge did not say.
+    `last_seq` is the ordinal of its last event seen, ends included, or how many changes came before
+    it if that is a logical message; `end_lsn` is 0 where the bridge did not say.
     """
 
     source: str
@@ -86,10 +86,13 @@ class TransactionBuilder:
             complete += self._without_end(stored)
             current = None
         if current is None:
+            if event.operation == "COMMIT":
+                # Its changes lie before the start, and have been seen or left out.
+                self._ended[source] = mark
+                return complete
             current = self._begin(stored)
         current.last_sequence = stored.stream_seq
-        if event.operation in COUNTED:
-            current.last_seq = event.seq
+        current.last_seq = event.seq
         if event.operation != "COMMIT":
             current.events.append(event)
         if event.last or event.operation == "COMMIT" or (is_message and event.end_lsn):

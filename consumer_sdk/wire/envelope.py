@@ -117,12 +117,16 @@ def decode_payload(
     return document
 
 
+WITHOUT_ORDINAL = frozenset({"SCHEMA", "MESSAGE", "PROGRESS"})
+
+
 class Event(msgspec.Struct, gc=False):
     """One change, or one of the messages that stand in order between changes.
 
     `seq` counts from 0 within the transaction. `unchanged` names columns whose TOASTed value did
-    not change and is absent from `data`; `raw` names json columns that travel as text. Events hold
-    plain values and never themselves, so that the garbage collector need not look at them.
+    not change and is absent from `data`; `raw` names json columns that travel as text. `behind` is
+    the ordinal a feed has seen before an event that has none. Events hold plain values and never
+    themselves, so that the garbage collector need not look at them.
     """
 
     source: str
@@ -146,10 +150,13 @@ class Event(msgspec.Struct, gc=False):
     last: bool = False
     end_lsn: int = 0
     document: Document | None = None
+    behind: int = -1
 
     @property
     def position(self) -> Position:
-        return Position(self.commit_lsn, self.seq)
+        """Resuming after it misses nothing; what has no ordinal of its own may come again."""
+        has_none = self.operation in WITHOUT_ORDINAL
+        return Position(self.commit_lsn, self.behind if has_none else self.seq)
 
 
 def _integer(document: Document, key: str, default: int | None = None) -> int:

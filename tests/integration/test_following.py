@@ -14,6 +14,7 @@ from consumer_sdk.errors import (
     UsageError,
 )
 from consumer_sdk.starting_point import SourcePosition
+from consumer_sdk.wire.envelope import encode
 from tests.fixtures.publisher import EPOCH, Publisher
 from tests.fixtures.waiting import eventually
 
@@ -231,3 +232,131 @@ async def test_starting_now_leaves_out_a_transaction_that_another_source_has_ove
         await publisher.send({**first_half, **end})
         await publisher.insert(7)
         assert [one.data["id"] for one in (await asyncio.wait_for(first, 10)).events] == [7]
+
+
+def rows(found: list[Transaction]) -> list[list[Any]]:
+    """What the rows and messages of some transactions hold."""
+    return [
+        [event.data if event.operation == "MESSAGE" else event.data["id"] for event in one.events]
+        for one in found
+    ]
+
+
+async def test_packed_rows_that_begin_what_is_retained_are_a_whole_transaction(
+    publisher: Publisher, client: Client
+) -> None:
+    await publisher.insert(1)
+    packed = [{"data": {"id": 2}}, {"data": {"id": 3}}]
+    await publisher.send(publisher.event("users", "INSERT", lsn=0x1180, rows=packed, last=True))
+    await publisher.insert(4)
+    await publisher.js.purge_stream(publisher.subjects.cdc_stream, seq=2)
+    changes = client.changes(None, after="start")
+    assert rows(await next_transactions(changes, 2)) == [[2, 3], [4]]
+    await changes.aclose()
+
+
+async def test_transactions_of_two_sources_whose_beginning_was_trimmed_are_left_out(
+    publisher: Publisher, client: Client
+) -> None:
+    other = Publisher(publisher.client, publisher.subjects.prefix, source="crm")
+    await publisher.send(publisher.event("users", "INSERT", lsn=0x900, seq=0, data={"id": 1}))
+    await other.send(other.event("accounts", "INSERT", lsn=0x700, seq=0, data={"id": 1}))
+    await publisher.progress(0x800)
+    for one, table, lsn in ((other, "accounts", 0x700), (publisher, "users", 0x900)):
+        await one.send(one.event(table, "INSERT", lsn=lsn, seq=1, data={"id": 2}, last=True))
+    await other.insert(3, table="accounts")
+    await publisher.js.purge_stream(publisher.subjects.cdc_stream, seq=3)
+    changes = client.changes(None, after="start")
+    assert rows(await next_transactions(changes, 1)) == [[3]]
+    await changes.aclose()
+
+
+async def test_what_a_new_epoch_leaves_unfinished_is_not_shown(
+    publisher: Publisher, client: Client
+) -> None:
+    await publisher.send(publisher.event("users", "INSERT", lsn=0x900, seq=0, data={"id": 1}))
+    publisher.epoch += 1
+    await publisher.progress(gap={"reason": "slot lost"})
+    await publisher.insert(2)
+    for messages in (False, True):
+        changes = client.changes(["users"], after="start", messages=messages)
+        assert rows(await next_transactions(changes, 1)) == [[2]]
+        await changes.aclose()
+
+
+async def test_further_ends_after_the_position_are_no_transaction(
+    publisher: Publisher, client: Client
+) -> None:
+    await publisher.transaction(("users", "INSERT", {"id": 1}), ("orders", "INSERT", {"id": 2}))
+    await publisher.insert(3)
+    changes = client.changes(None, after="start")
+    [first] = await next_transactions(changes, 1)
+    await changes.aclose()
+    for after in ({"shop": SourcePosition(first.epoch, *first.position)}, first.last_sequence):
+        changes = client.changes(None, after=after)
+        assert rows(await next_transactions(changes, 1)) == [[3]]
+        await changes.aclose()
+
+
+async def test_messages_behind_the_last_change_do_not_move_the_position_back(
+    publisher: Publisher, client: Client
+) -> None:
+    lsn = await publisher.insert(1, 2, 3)
+    publisher.lsn -= 0x100
+    await publisher.message("outbox", "behind", seq=3, end_lsn=lsn + 0x30)
+    await publisher.insert(4)
+    changes = client.changes(None, after="start", messages=True)
+    found = await next_transactions(changes, 2)
+    await changes.aclose()
+    for one, rest in zip(found, ([["behind"], [4]], [[4]]), strict=True):
+        at = SourcePosition(one.epoch, *one.position)
+        changes = client.changes(None, after={"shop": at}, messages=True)
+        assert rows(await next_transactions(changes, len(rest))) == rest
+        await changes.aclose()
+
+
+async def test_the_position_of_any_single_event_leaves_out_no_change(
+    publisher: Publisher, client: Client
+) -> None:
+    await publisher.insert(0)
+    lsn = await publisher.message("outbox", "ahead", seq=0)
+    notice = {**publisher.schema_document(), "operation": "SCHEMA"}
+    subject = publisher.subjects.change("users", "schema")
+    await publisher.send(notice, subject=subject)
+    await publisher.send(publisher.event("users", "INSERT", lsn=lsn, seq=0, data={"id": 1}))
+    await publisher.send(notice, subject=subject)
+    await publisher.send(
+        publisher.event("users", "INSERT", lsn=lsn, seq=1, data={"id": 2}, last=True)
+    )
+    await publisher.insert(3)
+
+    async def next_ids(after: Any, end: int) -> tuple[list[Any], list[Any]]:
+        events = client.changes(None, after=after, as_events=True, messages=True)
+        seen: list[Any] = []
+        async with asyncio.timeout(20):
+            while not seen or seen[-1].operation != "INSERT" or seen[-1].data["id"] != end:
+                seen.append((await anext(events)).event)
+        await events.aclose()
+        return seen, [event.data["id"] for event in seen if event.operation == "INSERT"]
+
+    events, _ = await next_ids(1, 2)
+    assert len(events) == 5
+    for event, rest in zip(events, ([1, 2, 3], [1, 2, 3], [2, 3], [2, 3], [3]), strict=True):
+        at = SourcePosition(event.epoch, *event.position)
+        assert (await next_ids({"shop": at}, 3))[1] == rest
+
+
+async def test_a_position_is_found_behind_a_long_run_of_progress(
+    publisher: Publisher, client: Client
+) -> None:
+    lsn = await publisher.insert(1)
+    record = encode({"v": 1, "source": "shop", "epoch": EPOCH, "lsn": lsn + 0x30, "stream_seq": 1})
+    for _ in range(10_000):
+        await publisher.client.publish(publisher.subjects.progress("shop"), record)
+    await publisher.client.flush()
+    await publisher.insert(2)
+    requests = client.nc.stats["out_msgs"]
+    changes = client.changes(None, after={"shop": SourcePosition(EPOCH, lsn, 0)})
+    assert rows(await next_transactions(changes, 1)) == [[2]]
+    assert client.nc.stats["out_msgs"] - requests < 1000
+    await changes.aclose()
