@@ -99,18 +99,14 @@ class LogReader:
         )
         try:
             while consumer.next_sequence < end:
-                # With other subjects left out, "caught up" is how the end of the range shows.
-                frames = await consumer.take(max_batch, wait=0 if consumer.caught_up else 1.0)
-                if not frames:
-                    if consumer.caught_up:
-                        return
-                    continue
+                frames = await consumer.take(max_batch, wait=1.0)
                 inside = frames
-                if frames[-1].stream_seq >= end:
+                if frames and frames[-1].stream_seq >= end:
                     inside = [frame for frame in frames if frame.stream_seq < end]
                 if inside:
                     yield inside
-                if consumer.caught_up:
+                # With other subjects left out, "caught up" is how the end of the range shows.
+                if consumer.caught_up and await consumer.is_through(end):
                     return
         finally:
             await consumer.close()

@@ -18,7 +18,14 @@ from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.connection import ApiError, LogConnection, NoJetStream
 from consumer_sdk.deliveries import Deliveries
 from consumer_sdk.errors import CdcError, GapError, NotAvailable
-from consumer_sdk.stream import STREAM_NOT_FOUND, Frame, StreamBounds, bounds_of
+from consumer_sdk.stream import (
+    STREAM_NOT_FOUND,
+    Frame,
+    StreamBounds,
+    bounds_of,
+    get_message,
+    leader_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,6 +125,22 @@ class PullConsumer:
                 return []
             await self._in.wait(deadline)
 
+    async def is_through(self, end: int) -> bool:
+        """Whether nothing stored before `end` is still to be taken, as the stream's leader has it.
+
+        In a cluster the consumer may live with a replica that lags, and see nothing pending there.
+        """
+        for subjects in self._filters:
+            request = {"seq": self._safe + 1, "next_by_subj": subjects}
+            try:
+                frame = await get_message(self._nc, self._stream, request)
+            except NotAvailable as error:
+                self._in.trouble = str(error)
+                return False
+            if frame is not None and frame.stream_seq < end:
+                return False
+        return True
+
     async def close(self) -> None:
         """Give up the consumer; idempotent."""
         if self._closed:
@@ -193,13 +216,16 @@ class PullConsumer:
         try:
             bounds = await self._bounds()
             info = await self._nc.api(f"CONSUMER.INFO.{self._stream}.{self._consumer}")
+            # What another server counts as pending may be less than the leader has stored.
+            through = leader_of(info) == bounds.leader or await self.is_through(bounds.last + 1)
         except (NotAvailable, ApiError) as error:
             self._in.trouble = str(error)
             return
         if self._in.buffer or self._in.trouble is not None:
             return
         self._in.starved = False
-        if int(info["num_pending"]) or int(info["delivered"]["consumer_seq"]) != self._in.taken:
+        pending = int(info["num_pending"]) or not through
+        if pending or int(info["delivered"]["consumer_seq"]) != self._in.taken:
             return
         if self._exposed and not self._lenient and bounds.first > self._safe + 1:
             raise GapError("it was trimmed or purged", self._safe + 1, bounds.first)

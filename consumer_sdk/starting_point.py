@@ -169,7 +169,7 @@ class _Probe:
                         with suppress(CorruptData) if lenient else nullcontext():
                             if stored := await self._decoder.decode([frame]):
                                 yield stored
-                if not frames and consumer.caught_up:
+                if not frames and consumer.caught_up and await consumer.is_through(end):
                     break
         finally:
             await consumer.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,12 +29,13 @@ class Frame(NamedTuple):
 class StreamBounds:
     """What a stream holds: [first, last], and when it was created, in microseconds since 1970.
 
-    An empty stream has last = first - 1.
+    An empty stream has last = first - 1. `leader` names the server of a cluster that said so.
     """
 
     first: int
     last: int
     created: int
+    leader: str = field(default="", compare=False)
 
 
 def parse_time_us(text: str) -> int:
@@ -63,7 +64,12 @@ def bounds_of(info: dict[str, Any]) -> StreamBounds:
     first, last = int(state["first_seq"]), int(state["last_seq"])
     if not state["messages"]:
         first = last + 1
-    return StreamBounds(first, last, parse_time_us(info["created"]))
+    return StreamBounds(first, last, parse_time_us(info["created"]), leader_of(info))
+
+
+def leader_of(info: dict[str, Any]) -> str:
+    """The server that leads a stream or a consumer, empty outside of a cluster."""
+    return str((info.get("cluster") or {}).get("leader") or "")
 
 
 async def get_message(nc: LogConnection, stream: str, request: dict[str, Any]) -> Frame | None:

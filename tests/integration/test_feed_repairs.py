@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import nats
 import pytest
 
 from consumer_sdk.client import Client, connect
@@ -12,13 +13,14 @@ from consumer_sdk.errors import (
     AccessDenied,
     NotAvailable,
 )
+from consumer_sdk.stream import leader_of
 from tests.fixtures.publisher import Publisher, ids, read_events
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.demo.servers import NatsServer
+    from bridge.demo.servers import NatsCluster, NatsServer
     from consumer_sdk.pull import PullConsumer
     from tests.fixtures.tcp_proxy import TcpProxy
 
@@ -191,3 +193,46 @@ async def test_a_consumer_removed_on_the_server_is_replaced(
     await publisher.insert(2)
     assert ids(await read_events(feed, 1)) == [2]
     await feed.close()
+
+
+async def test_a_replica_that_lags_hides_nothing_from_an_idle_feed(
+    nats_cluster: NatsCluster,
+) -> None:
+    first = await nats.connect(nats_cluster.servers[0].url)
+    await Publisher(first, "lag").create_streams(num_replicas=3)
+    info = await first.jetstream().stream_info("lag_CDC")
+    await first.close()
+    assert info.cluster is not None
+    servers = {server.name: server for server in nats_cluster.servers}
+    leader = servers[info.cluster.leader or ""]
+    connection = await nats.connect(leader.url)
+    publisher = Publisher(connection, "lag")
+    await publisher.insert(0)
+    async with connect(leader.url, prefix="lag") as client:
+        while True:
+            feed = client.feed(["users"], 1)
+            await anext(feed)
+            name = feed._consumer._consumer
+            home = leader_of(await client.nc.api(f"CONSUMER.INFO.lag_CDC.{name}"))
+            if home != leader.name:
+                break
+            await feed.close()
+        seen: list[Any] = []
+        for number in range(1, 101):
+            # As after a pull request that has expired: it looks how far the stream goes.
+            feed._consumer._in.starved = True
+            servers[home].freeze()
+            await publisher.insert(number)
+            looking = asyncio.ensure_future(read_events(feed, 1))
+            await asyncio.sleep(0.02)
+            servers[home].thaw()
+            seen += ids(await looking)
+        assert seen == list(range(1, 101))
+        bounds = await client.log().bounds()
+        subjects = [client.subjects.table_filter("users")]
+        stored = [
+            one async for batch in client.log().read(1, bounds.last + 1, subjects) for one in batch
+        ]
+        assert ids(stored) == list(range(101))
+        await feed.close()
+    await connection.close()
