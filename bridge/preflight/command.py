@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import nats.errors
+import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from bridge.errors import BrokerError, Retryable
@@ -23,6 +24,7 @@ from bridge.preflight.postgres import (
     check_replication_connection,
     connect_for_check,
     published_tables,
+    unreadable,
 )
 from bridge.preflight.report import exit_code, format_json, format_text
 from bridge.preflight.setup_sql import setup_sql
@@ -60,7 +62,10 @@ async def run_check(
 
 async def check(settings: Settings) -> list[Finding]:
     """Every finding on both sides; a side that cannot be reached is a finding too."""
-    found, source = await _check_source(settings)
+    try:
+        found, source = await _check_source(settings)
+    except psycopg.Error as error:
+        found, source = [unreadable(error)], _Source()
     return found + await _check_broker(settings, source)
 
 

@@ -9,7 +9,7 @@ import psycopg
 from bridge.errors import SourceError
 from bridge.preflight.findings import Finding, problem, warning
 from bridge.preflight.publication import check_publication
-from bridge.preflight.published import read_publication
+from bridge.preflight.published import TablesLocked, read_publication
 from bridge.preflight.server import check_open_transactions, check_server, read_facts
 from bridge.preflight.slot import check_decoding, check_slots, read_slots
 
@@ -41,8 +41,8 @@ async def check_postgres(
     try:
         described = await read_publication(connection, publication, facts.version)
         found += check_publication(described, publication, facts)
-    except psycopg.errors.LockNotAvailable:
-        found.append(_locked(publication))
+    except TablesLocked as error:
+        found.append(_locked(error))
     slots = await read_slots(connection, facts.major)
     about_slots = check_slots(slots, slot, facts, warn_bytes)
     found += about_slots
@@ -97,18 +97,32 @@ async def published_tables(
     """The publication as it is, for those who need its tables only."""
     try:
         return await read_publication(connection, publication, connection.info.server_version)
-    except psycopg.errors.LockNotAvailable as error:
-        raise SourceError(f"{_locked(publication).what}; try again when it is done") from error
+    except (TablesLocked, psycopg.Error) as error:
+        line = " ".join(str(error).split())
+        raise SourceError(
+            f"publication {publication} cannot be looked at: {line}; try again later"
+        ) from error
 
 
-def _locked(publication: str) -> Finding:
+def _locked(error: TablesLocked) -> Finding:
     return warning(
         "postgres",
         LOCKED,
-        f"a table of publication {publication} is locked by another session",
+        str(error),
         "the publication cannot be looked at; changes stream all the same, snapshots wait",
-        "SELECT pid, relation::regclass FROM pg_locks WHERE mode = 'AccessExclusiveLock';\n"
-        "-- check again when these sessions are done",
+        "\n".join([*error.statements, "-- or check again when its transaction has ended"]),
+    )
+
+
+def unreadable(error: psycopg.Error) -> Finding:
+    """What keeps the check from looking at PostgreSQL at all."""
+    return problem(
+        "postgres",
+        "pg-unreadable",
+        f"PostgreSQL cannot be looked at: {' '.join(str(error).split())}",
+        "the rest of the checks could not be made",
+        "-- try again; look for a statement_timeout of the role and at the log of PostgreSQL",
+        blocks=True,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import psycopg
+
+from bridge.errors import Retryable
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import psycopg
 
 LOCK_SECONDS = 2
 
@@ -96,6 +97,35 @@ SELECT o.relid::int8, n.nspname, l.relname, l.relreplident,
 """
 
 
+# Who holds a lock that no reader gets past, or waits for one ahead of us.
+_LOCKERS = """
+SELECT DISTINCT n.nspname, c.relname, l.pid,
+       concat_ws(', ', nullif(a.usename, ''), nullif(a.application_name, ''), a.state)
+  FROM pg_locks l
+  JOIN pg_class c ON c.oid = l.relation AND c.relkind IN ('r', 'p')
+  JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname NOT LIKE 'pg\\_%'
+  LEFT JOIN pg_stat_activity a ON a.pid = l.pid
+ WHERE l.locktype = 'relation' AND l.mode = 'AccessExclusiveLock'
+   AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+ ORDER BY 1, 2, 3
+ LIMIT 5
+"""
+
+
+class TablesLocked(Retryable):
+    """PostgreSQL opens the tables of a publication to describe it, and one is locked."""
+
+    def __init__(self, lockers: Sequence[tuple[str, str, int | None, str]]) -> None:
+        said = [
+            f"{format_table_name(schema, table)} is locked by "
+            + (f"session {pid} ({who})" if pid else "a prepared transaction")
+            for schema, table, pid, who in lockers
+        ]
+        super().__init__(f"table {'; '.join(said)}" if said else "a published table is locked")
+        pids = dict.fromkeys(pid for _, _, pid, _ in lockers if pid)
+        self.statements = [f"SELECT pg_terminate_backend({pid});" for pid in pids]
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """The replica identity of a table, or of one leaf of a partitioned one."""
@@ -149,11 +179,15 @@ async def read_publication(
 ) -> Publication | None:
     """The publication as the catalog has it now; None if there is none of that name.
 
-    PostgreSQL opens every table for this: LockNotAvailable where somebody keeps one to himself.
+    PostgreSQL opens every table for this: TablesLocked where somebody keeps one to himself.
     """
-    async with connection.transaction():
-        await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'".encode())
-        return await _read_publication(connection, publication, server_version)
+    try:
+        async with connection.transaction():
+            await connection.execute(f"SET LOCAL lock_timeout = '{LOCK_SECONDS}s'".encode())
+            return await _read_publication(connection, publication, server_version)
+    except psycopg.errors.LockNotAvailable as error:
+        cursor = await connection.execute(_LOCKERS)
+        raise TablesLocked(await cursor.fetchall()) from error
 
 
 async def _read_publication(

@@ -25,7 +25,7 @@ def setup_sql(
     """
     lines = [
         "-- Run by a superuser in psql, connected to the database that is to be streamed.",
-        f"-- Then give the role its password:  \\password {role}",
+        f"-- Then give the role its password:  \\password {_name(role)}",
         "",
         "-- needs a restart if it was not logical before",
         "ALTER SYSTEM SET wal_level = 'logical';",

@@ -311,11 +311,3 @@ async def test_a_locked_table_keeps_nobody_from_streaming_the_others(database, c
             return [event.data for event in await cdc.changes("other")]
 
         assert await eventually(arrived, 10) == [{"id": 1, "mood": "glad"}]
-
-
-def test_check_tells_of_a_locked_table(database, nats_server, run_command):
-    create(database)
-    with database.connect(autocommit=False) as holder:
-        holder.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
-        done = run_command("bridge", "check", "--slot", "s", "--pub", "pub", "--json", timeout=20)
-    assert "table-locked" in {finding["code"] for finding in json.loads(done.stdout)["findings"]}

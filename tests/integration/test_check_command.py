@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
+from tests.fixtures.postgres import both_versions
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -186,3 +188,33 @@ def test_the_printed_setup_names_the_tables_of_an_existing_publication(
     assert 'GRANT SELECT ON TABLE "public"."users" TO "bridge";' in printed
     assert "CREATE PUBLICATION" not in printed
     assert "ALL TABLES" not in printed
+
+
+@both_versions
+def test_a_locked_table_is_named_instead_of_waited_for(
+    published: Database, check: Callable[..., Any]
+) -> None:
+    with psycopg.connect(published.dsn) as holder:
+        holder.execute("LOCK TABLE users IN ACCESS EXCLUSIVE MODE")
+        pid = holder.info.backend_pid
+        answer = check()
+        assert (answer.returncode, answer.stderr) == (0, "")
+        assert f"PostgreSQL: table users is locked by session {pid} (" in answer.stdout
+        assert f"SELECT pg_terminate_backend({pid});" in answer.stdout
+        setup = check("--fix-sql")
+    assert setup.returncode == 3
+    assert len(setup.stderr.splitlines()) == 1
+
+
+def test_a_query_that_is_cancelled_is_a_finding(
+    published: Database, check: Callable[..., Any]
+) -> None:
+    published.execute(f"ALTER DATABASE {published.name} SET statement_timeout = '1s'")
+    with psycopg.connect(published.dsn) as holder:
+        holder.execute("LOCK TABLE users IN ACCESS EXCLUSIVE MODE")
+        answer = check()
+        assert (answer.returncode, answer.stderr) == (3, "")
+        assert "statement timeout" in answer.stdout
+        setup = check("--fix-sql")
+    assert setup.returncode == 3
+    assert len(setup.stderr.splitlines()) == 1
