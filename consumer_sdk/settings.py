@@ -171,9 +171,14 @@ def _from_host_and_port(env: Mapping[str, str]) -> str:
 def _check_url(server: str) -> None:
     try:
         parts = urlsplit(server)
+        is_cut = "@" in parts.path + parts.query + parts.fragment
         usable = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        usable = False
+        is_cut, usable = "@" in server, False
+    if is_cut:
+        raise UsageError(
+            "not a NATS address: in a password write / as %2F, ? as %3F, # as %23 and @ as %40"
+        )
     if not usable:
         raise UsageError(
             f"not a NATS address: {_without_secrets(server)}; expected nats://host:4222"

@@ -74,7 +74,8 @@ def _require_address(url: str, where: str) -> None:
     remedy = f"write it as nats://host:4222; {', '.join(SCHEMES)} are known"
     try:
         parts = urlsplit(_with_scheme(url))
-        is_whole = bool(parts.hostname) and parts.port != 0
+        is_cut = "@" in parts.path + parts.query + parts.fragment
+        is_whole = bool(parts.hostname) and parts.port != 0 and not is_cut
     except ValueError:
         is_whole = False
     if not is_whole:

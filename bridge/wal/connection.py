@@ -76,6 +76,7 @@ def conninfo_of(settings: Settings) -> str:
                 "write it as postgresql://user:password@host:5432/database"
             ) from error
         _require_ports(str(parameters.get("port") or ""), where)
+        _require_hosts(str(parameters.get("host") or ""), where)
         parts = {
             key: name for key, name in parts.items() if settings.outranks(name, "database_url")
         }
@@ -110,6 +111,13 @@ def _require_ports(ports: str, where: str) -> None:
 def _options(settings: Mapping[str, str], before: str = "") -> str:
     ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
     return f"{before} {ours}".strip()
+
+
+def _require_hosts(hosts: str, where: str) -> None:
+    """libpq takes what follows the first @ for the host, be it the rest of a password."""
+    # One in front names an abstract socket.
+    if any("@" in host.strip()[1:] for host in hosts.split(",")):
+        raise SettingsError(f"{where}: its host has an @; in a password write it as %40")
 
 
 def explain(error: psycopg.Error, doing: str) -> Exception:

@@ -30,6 +30,11 @@ def test_a_port_that_is_none_is_refused(refused):
     refused("DATABASE_URL: its port is not", DATABASE_URL="postgresql://u@h:abc/db")
 
 
+def test_a_password_cut_in_two_is_refused_unseen(refused):
+    refused("DATABASE_URL: its host has an @", DATABASE_URL="postgresql://u:12@34@127.0.0.1/db")
+    refused("NATS_URL is not a NATS address; write", NATS_URL="nats://u:12/34@127.0.0.1:4222")
+
+
 def test_a_file_that_is_not_there_is_named_with_its_variable(refused):
     refused("NATS_CREDS: no file /nope", NATS_CREDS="/nope")
 

@@ -106,3 +106,12 @@ def test_a_file_without_a_key_is_refused_before_anybody_asks_for_it(
 def test_settings_travel_to_other_processes() -> None:
     settings = resolve(NATS_URL="nats://h", NATS_BRIDGE_USER="u")
     assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    "password", ["geh/eim", "geh?eim", "geh#eim", "12/eim", "g@eh/eim", "12#e@eim"]
+)
+def test_a_password_that_cuts_its_address_in_two_is_not_shown(password: str) -> None:
+    with pytest.raises(UsageError, match="in a password write") as caught:
+        resolve(f"nats://user:{password}@127.0.0.1:4222")
+    assert not any(piece in str(caught.value) for piece in ("geh", "eim", "12"))
