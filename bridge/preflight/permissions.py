@@ -100,9 +100,7 @@ def permission_block(publish: Sequence[str], subscribe: Sequence[str]) -> str:
 
 def _trials(subjects: Subjects) -> dict[str, tuple[str, bytes]]:
     """For each needed subject one concrete subject to try, and a body that has no effect."""
-    cdc, init = subjects.cdc_stream, subjects.init_stream
-    schemas = f"KV_{subjects.schemas_bucket}"
-    return {
+    trials = {
         subjects.cdc_all: (f"{subjects.cdc}.$check.probe", b""),
         subjects.init_all: (f"{subjects.init}.$check.probe", b""),
         f"{subjects.snapshot}.progress.>": (f"{subjects.snapshot}.progress.$check.probe", b""),
@@ -110,13 +108,17 @@ def _trials(subjects: Subjects) -> dict[str, tuple[str, bytes]]:
         f"$KV.{subjects.bridge_bucket}.>": (f"$KV.{subjects.bridge_bucket}.check.probe", b""),
         f"$KV.{subjects.dicts_bucket}.>": (f"$KV.{subjects.dicts_bucket}.check.probe", b""),
         f"$O.{subjects.objects_bucket}.>": (f"$O.{subjects.objects_bucket}.C.check.probe", b""),
-        f"$JS.API.STREAM.INFO.{cdc}": (f"$JS.API.STREAM.INFO.{cdc}", b""),
-        f"$JS.API.STREAM.CREATE.{init}": (f"$JS.API.STREAM.CREATE.{init}", b"{}"),
-        f"$JS.API.STREAM.MSG.GET.{schemas}": (f"$JS.API.STREAM.MSG.GET.{schemas}", b"{}"),
-        f"$JS.API.DIRECT.GET.{cdc}": (f"$JS.API.DIRECT.GET.{cdc}", b"{}"),
-        f"$JS.API.CONSUMER.*.{cdc}.>": (f"$JS.API.CONSUMER.CREATE.{cdc}.none.x", b"{}"),
-        f"$JS.API.CONSUMER.MSG.NEXT.{cdc}.>": (f"$JS.API.CONSUMER.MSG.NEXT.{cdc}.none", b"{}"),
     }
+    for name in stream_names(subjects):
+        for request in ("STREAM.INFO", "STREAM.CREATE", "STREAM.MSG.GET", "DIRECT.GET"):
+            subject = f"$JS.API.{request}.{name}"
+            trials[subject] = (subject, b"{}")
+        trials[f"$JS.API.CONSUMER.*.{name}.>"] = (f"$JS.API.CONSUMER.CREATE.{name}.none.x", b"{}")
+        trials[f"$JS.API.CONSUMER.MSG.NEXT.{name}.>"] = (
+            f"$JS.API.CONSUMER.MSG.NEXT.{name}.none",
+            b"{}",
+        )
+    return trials
 
 
 async def check_permissions(options: Mapping[str, Any], subjects: Subjects) -> list[Finding]:

@@ -148,9 +148,8 @@ def _text_line(paint: Paint) -> Any:
     def write(stored: Stored) -> str:
         event = stored.event
         operation = "GAP" if event.operation == "PROGRESS" else event.operation
-        when = (_EPOCH + timedelta(microseconds=event.ts)).isoformat(timespec="microseconds")
         cells = [
-            paint("dim", when.replace("+00:00", "Z")),
+            paint("dim", _when(event.ts)),
             paint("dim", format_lsn(event.commit_lsn)),
             paint(_COLOURS.get(operation, "bold"), operation.ljust(8)),
             printable(_subject_of(event)),
@@ -159,6 +158,15 @@ def _text_line(paint: Paint) -> Any:
         return " ".join(cell for cell in cells if cell)
 
     return write
+
+
+def _when(ts: int) -> str:
+    """A commit time as people write it; beyond the calendar, the number as it came."""
+    try:
+        when = (_EPOCH + timedelta(microseconds=ts)).isoformat(timespec="microseconds")
+    except OverflowError:
+        return str(ts)
+    return when.replace("+00:00", "Z")
 
 
 def _subject_of(event: Event) -> str:

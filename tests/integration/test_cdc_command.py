@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import csv
 import fcntl
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from bridge.demo.servers import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
+    from tests.fixtures.publisher import Publisher
 
 Result = subprocess.CompletedProcess[str]
 CDC = str(Path(sys.executable).parent / "cdc")
@@ -386,6 +388,18 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     assert result.stderr.startswith("cdc: ")
     assert result.stderr.count("\n") == 1
     assert "geheim" not in result.stderr
+
+
+async def test_tail_shows_a_time_beyond_the_calendar_as_it_came(
+    publisher: Publisher, prefix: str, run_command: Callable[..., Result]
+) -> None:
+    event = publisher.event("users", "INSERT", lsn=0x2000, data={"id": 1}, last=True)
+    await publisher.send({**event, "ts": 2**62})
+    result = await asyncio.to_thread(
+        run_command, "cdc", "tail", "--from-start", "-n", "1", "--prefix", prefix
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{2**62} 0/2000 INSERT")
 
 
 def test_help_and_version_need_nothing(run_command: Callable[..., Result]) -> None:

@@ -288,6 +288,9 @@ USER = (
         'permissions { publish: { allow: ["cdc.>", "init.>", "$JS.API.>"] } }',
         'permissions { subscribe: { allow: ["_INBOX.>"] } }',
         'permissions { publish: { deny: ["$JS.API.STREAM.CREATE.>"] } }',
+        'permissions { publish: { deny: ["$JS.API.STREAM.CREATE.CDC"] } }',
+        'permissions { publish: { deny: ["$JS.API.STREAM.CREATE.OBJ_cdc_objects"] } }',
+        'permissions { publish: { deny: ["$JS.API.STREAM.MSG.GET.CDC"] } }',
     ],
 )
 async def test_missing_permissions_are_named_and_the_printed_block_is_enough(
