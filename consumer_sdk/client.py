@@ -21,6 +21,8 @@ from consumer_sdk.settings import NatsSettings
 from consumer_sdk.starting_point import After, StartingPoint, find_starting_point
 from consumer_sdk.stream import get_message, stream_bounds
 from consumer_sdk.transactions import Transaction, TransactionBuilder
+from consumer_sdk.wire.column_types import TableSchema
+from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
     from consumer_sdk.snapshot import Snapshot
     from consumer_sdk.snapshot_request import SnapshotProgress
-    from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.position import Position
 
 DEFAULT_MAX_BATCH = 1000
@@ -307,8 +308,25 @@ class Client:
             self.subjects,
             fetch_dictionary=self.dictionary,
             fetch_object=self.fetch_object,
-            fetch_schema=self._schemas.find,
+            fetch_schema=self._schema_of_version,
         )
+
+    async def _schema_of_version(self, token: str, version: int) -> TableSchema | None:
+        """The schema that a row was written with; the newest where no other is stored any more."""
+        newest = await self._schemas.find(token)
+        if newest is not None and newest.schema_version == version:
+            return newest
+        request = {"seq": 1, "next_by_subj": self.subjects.change(token, "schema")}
+        while frame := await get_message(self.nc, self.subjects.cdc_stream, request):
+            for stored in await self.decoder().decode([frame]):
+                try:
+                    schema = TableSchema.from_document(stored.event.document or {})
+                except WireError as error:
+                    raise CorruptData(f"schema message {frame.stream_seq}: {error}") from error
+                if schema.schema_version == version:
+                    return schema
+            request["seq"] = frame.stream_seq + 1
+        return newest
 
     async def fetch_object(self, ref: dict[str, Any]) -> bytes:
         """The content of a row kept outside its message, verified."""

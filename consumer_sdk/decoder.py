@@ -65,13 +65,13 @@ class EventDecoder:
         *,
         fetch_dictionary: Callable[[str], Awaitable[bytes]],
         fetch_object: Callable[[dict[str, Any]], Awaitable[bytes]],
-        fetch_schema: Callable[[str], Awaitable[TableSchema | None]],
+        fetch_schema: Callable[[str, int], Awaitable[TableSchema | None]],
     ) -> None:
         self._special = f"{subjects.cdc}.$".encode()
         self._progress = f"{subjects.cdc}.$progress.".encode()
         self._message = f"{subjects.cdc}.$message.".encode()
         self._dictionaries = LoadedDictionaries()
-        self._schemas: dict[str, TableSchema] = {}
+        self._schemas: dict[tuple[str, int], TableSchema] = {}
         self._fetch_dictionary = fetch_dictionary
         self._fetch_object = fetch_object
         self._fetch_schema = fetch_schema
@@ -174,17 +174,18 @@ class EventDecoder:
                 schema = TableSchema.from_document(event.document)
             except WireError as error:
                 raise _damaged(sequence, error) from error
-            self._schemas[table_token(schema.schema, schema.table)] = schema
+            token = table_token(schema.schema, schema.table)
+            self._schemas[token, schema.schema_version] = schema
             return
         if not isinstance(event.data, dict):
             return
-        token = table_token(event.schema, event.table)
-        known = self._schemas.get(token)
-        if known is None or known.schema_version < event.schema_version:
-            known = await self._fetch_schema(token)
+        wanted = (table_token(event.schema, event.table), event.schema_version)
+        known = self._schemas.get(wanted)
+        if known is None:
+            known = await self._fetch_schema(*wanted)
             if known is None:
                 return
-            self._schemas[token] = known
+            self._schemas[wanted] = known
         try:
             restore_row(event.data, event.raw, known)
             if event.old is not None:

@@ -16,7 +16,7 @@ from consumer_sdk.errors import (
 )
 from consumer_sdk.wire.envelope import encode
 from consumer_sdk.wire.position import Position
-from tests.fixtures.publisher import EPOCH, Publisher, ids, read_events
+from tests.fixtures.publisher import COLUMNS, EPOCH, Publisher, ids, read_events
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
@@ -152,6 +152,28 @@ async def test_json_values_get_their_types_back(
     async with client.feed(["users"], 1) as feed:
         [stored] = await read_events(feed, 1)
     assert stored.event.data == {"id": 1, "body": b"\x00\xff"}
+
+
+async def test_json_values_get_the_types_of_their_own_schema_version(
+    publisher: Publisher, client: Client
+) -> None:
+    publisher.as_json = True
+    subject = publisher.subjects.change("users", "schema")
+    was_text = [
+        COLUMNS[0],
+        {**COLUMNS[1], "data_type": "text", "type_oid": 25, "base_type_oid": 25},
+    ]
+    first = publisher.schema_document(columns=was_text, operation="SCHEMA")
+    await publisher.send(first, subject=subject)
+    await publisher.insert(1, body="abcd")
+    second = publisher.schema_document(version=2, operation="SCHEMA")
+    await publisher.send(second, subject=subject)
+    await publisher.put_schema("users", version=2)
+    for start in (1, 2):
+        async with client.feed(None, start) as feed:
+            stored = await read_events(feed, 4 - start)
+        rows = [one.event.data for one in stored if one.event.operation == "INSERT"]
+        assert rows == [{"id": 1, "body": "abcd"}]
 
 
 async def test_dictionaries_are_fetched_once(publisher: Publisher, client: Client) -> None:

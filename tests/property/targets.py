@@ -179,7 +179,7 @@ async def _no_dictionary(name: str) -> bytes:
     raise CdcError(f"no dictionary {name}")
 
 
-async def _no_schema(_token: str) -> TableSchema | None:
+async def _no_schema(_token: str, _version: int) -> TableSchema | None:
     return None
 
 
