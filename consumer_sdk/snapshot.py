@@ -135,9 +135,10 @@ class Snapshot:
         )
         try:
             while missing:
-                frames = await consumer.take(8, wait=0 if consumer.caught_up else 1.0)
+                frames = await consumer.take(8, wait=1.0)
                 if not frames and consumer.caught_up:
-                    raise self._no_longer_stored(min(missing))
+                    # In a cluster the consumer may live with a replica that lags: ask the leader.
+                    await self.raw_chunk(min(missing))
                 for frame in frames:
                     number, digest = self._verify(frame)
                     if number in missing:
