@@ -50,6 +50,12 @@ class BatchParser:
         )
         self._untyped = _convert_options({name: pa.string() for name in names})
 
+    @property
+    def schema_bytes(self) -> int:
+        """How large the schema of the batches is in a stream."""
+        size: int = self._schema.serialize().size
+        return size
+
     def parse(self, lines: list[bytes]) -> tuple[Any, Odd]:
         """A batch with a row for each line, and the values it cannot hold."""
         if not self._columns:

@@ -74,12 +74,13 @@ class ArrowEncoder:
     ) -> None:
         self._head = head
         self._max_rows = max_rows
-        self._max_bytes = max_bytes
         self._refer = refer
         self._parser = BatchParser(columns)
+        # Every chunk begins with the schema, about 100 bytes for each column.
+        self._max_bytes = max_bytes - self._parser.schema_bytes
         self._lines: list[bytes] = []
         self._text_bytes = 0
-        self._text_limit = int(max_bytes * _FIRST_GUESS)
+        self._text_limit = max(1024, int(self._max_bytes * _FIRST_GUESS))
 
     def add(self, lines: list[bytes]) -> Iterator[Content]:
         size = sum(map(len, lines)) + len(lines)

@@ -239,7 +239,10 @@ async def test_chunks_stay_below_a_small_max_payload(
         "INSERT INTO t SELECT g, repeat('x', g % 3000), jsonb_build_object('n', 1e40 + g)"
         " FROM generate_series(1, 2000) g; UPDATE t SET v = repeat('y', 70000) WHERE id = 7"
     )
-    database.publish("t")
+    columns = ", ".join(f"a_rather_long_name_of_column_{number} int[]" for number in range(300))
+    database.execute(f"CREATE TABLE many (id int PRIMARY KEY, {columns})")
+    database.execute("INSERT INTO many SELECT generate_series(1, 200)")
+    database.publish("t", "many")
     client = await nats.connect(server.url)
     small = Harness(client, server.url, database, Subjects(prefix), snapshots.stack)
     await small.prepare()
@@ -251,6 +254,8 @@ async def test_chunks_stay_below_a_small_max_payload(
         if form != "arrow":
             assert sum(len(d.get("raw", {})) for d in read.documents) == 2000
             assert json.loads(read.rows[0]["j"])["n"] > 1e39
+    read = await small.take("many", format="arrow")
+    assert sorted(row["id"] for row in read.rows) == list(range(1, 201))
     snapshots.stack.push_async_callback(client.close)
 
 
