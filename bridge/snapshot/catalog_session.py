@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from bridge.snapshot.tables import TableShape
 
 
+# Others ask meanwhile: whoever locks a table for himself must not hold up every request.
+LOCK_MILLISECONDS: Final = 500
+
+
 class CatalogSession:
     """One connection, used by one request at a time, replaced when it is lost."""
 
@@ -28,10 +32,16 @@ class CatalogSession:
         self._lock = asyncio.Lock()
 
     async def shape(self, schema: str, table: str) -> TableShape:
-        """The table as it is now; Refused where there is nothing to copy."""
+        """The table as it is now; Refused where there is nothing to copy.
+
+        LockNotAvailable where another session has locked it, or another table of the publication:
+        since 16 PostgreSQL opens all of them to list one.
+        """
         async with self._lock:
             try:
                 return await self._shape(schema, table)
+            except psycopg.errors.LockNotAvailable:
+                raise
             except psycopg.OperationalError:
                 # The server may have been restarted since the last request.
                 await self._drop()
@@ -52,6 +62,7 @@ class CatalogSession:
             connection = await connect(self._conninfo, "tailrace snapshot requests")
             self._connection = connection
             await set_session(connection)
+            await connection.execute(f"SET lock_timeout = {LOCK_MILLISECONDS}".encode())
         shape, _ = await read_shape(self._connection, self._publication, schema, table)
         return shape
 

@@ -87,6 +87,8 @@ class RequestDoor:
             answer = _later("PostgreSQL or NATS answers too slowly")
         except (BridgeError, Retryable) as error:
             answer = {"ok": False, "error": str(error)}
+        except psycopg.errors.LockNotAvailable:
+            answer = _later("another session has locked this or another published table for itself")
         except psycopg.Error:
             answer = _later("PostgreSQL cannot be asked at the moment")
         except (nats.errors.Error, OSError):

@@ -283,6 +283,24 @@ async def test_an_unreachable_database_is_a_refusal_within_a_second(
     assert "PostgreSQL" in answer["error"]
 
 
+@both_versions
+async def test_a_locked_table_is_said_to_be_and_holds_no_session_up(
+    database: Database, snapshots: Snapshots
+) -> None:
+    create_users(database)
+    await snapshots.start()
+    with database.connect(autocommit=False) as locker:
+        locker.execute("LOCK TABLE users IN ACCESS EXCLUSIVE MODE")
+        for _ in range(2):
+            answer = await snapshots.ask("users")
+            assert "another session has locked" in answer["error"]
+            assert answer["retry"] is True
+        waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+        await eventually(lambda: database.value(waiting) == 0)
+        locker.rollback()
+    assert len((await snapshots.take("users")).rows) == 10
+
+
 async def test_a_lost_catalog_session_is_replaced(database: Database, snapshots: Snapshots) -> None:
     create_users(database)
     await snapshots.start()
