@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 REPLICA_IDENTITIES = {"d": "default", "n": "nothing", "f": "full", "i": "index"}
 
+VISIBLE_POLLS = 10
+VISIBLE_POLL_SECONDS = 0.02
+
 Document = dict[str, Any]
 Fingerprint = tuple[Any, ...]
 
@@ -166,12 +169,28 @@ class SchemaRegistry:
                     entry.current = document
                 return document
         version = 1 + entry.newest_version
-        table = await self._catalog.table_by_id(structure.relation_id, structure.replica_identity)
+        table = await self._catalog_table(structure)
         document = await self._describe(structure, types, table, version, lsn)
         entry.newest = document
         if from_log:
             entry.current = document
         return document
+
+    async def _catalog_table(self, structure: Structure) -> CatalogTable:
+        """The table as the catalog has it; it may be older than the log for a moment.
+
+        PostgreSQL sends a commit before other sessions can see it. What the catalog does not have
+        after that was changed again.
+        """
+        wanted = {name for name, *_ in structure.columns}
+        for pause in (*[VISIBLE_POLL_SECONDS] * VISIBLE_POLLS, 0):
+            table = await self._catalog.table_by_id(
+                structure.relation_id, structure.replica_identity
+            )
+            if not pause or wanted <= {column.name for column in table.columns}:
+                break
+            await asyncio.sleep(pause)
+        return table
 
     async def _describe(
         self,

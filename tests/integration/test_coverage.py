@@ -165,6 +165,72 @@ async def test_a_table_that_left_the_publication_and_came_back_is_a_gap(
         assert verified.returncode == 0, verified.stdout
 
 
+REWRITES = {
+    "ALTER TABLE kept ALTER COLUMN n TYPE int USING n * 2": "a column was rewritten",
+    "ALTER TABLE kept DROP COLUMN n, ADD COLUMN n int DEFAULT 9": "dropped and added",
+}
+
+
+@pytest.mark.parametrize(("statement", "reason"), REWRITES.items(), ids=["rewritten", "replaced"])
+async def test_other_values_under_the_same_names_and_types_are_a_gap(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    mirror_process: Callable[..., MirrorProcess],
+    cdc: CdcLog,
+    tmp_path: Path,
+    run: Callable[..., Any],
+    statement: str,
+    reason: str,
+) -> None:
+    database.execute("CREATE TABLE kept (id int PRIMARY KEY, m int, n int)")
+    database.execute("INSERT INTO kept VALUES (1, 1, 10)")
+    database.publish("kept")
+    bridge_process()
+    await eventually(lambda: remembered(cdc, database))
+    replica = f"sqlite:///{tmp_path / 'replica.db'}"
+    mirror = mirror_process("kept", "--into", replica)
+    mirror.wait_logged("following")
+    database.execute(statement)
+    database.execute("INSERT INTO kept VALUES (2, 2, 20)")
+    (gap,) = await eventually(lambda: gaps(cdc))
+    assert reason in gap["reason"]
+    assert gap["tables"] == ["kept"]
+    # A retained snapshot has the values of before, so a new replica must not begin from it.
+    other = f"{replica}2"
+    assert run("mirror", "kept", "--into", other, "--once").returncode == 0
+    for one in (replica, other):
+
+        def is_equal(one: str = one) -> bool:
+            done = run("verify", "kept", "--source", database.dsn, "--replica", one)
+            return done.returncode == 0
+
+        wait_until(is_equal, 30, mirror.log_text)
+
+
+async def test_rows_only_moved_and_changes_that_the_log_tells_are_no_gap(
+    database: Database, bridge_process: Callable[..., BridgeProcess], cdc: CdcLog
+) -> None:
+    database.execute("CREATE TABLE kept (id int PRIMARY KEY, n int)")
+    database.execute("INSERT INTO kept VALUES (1, 10)")
+    database.publish("kept")
+    bridge_process()
+    for statement in (
+        "VACUUM FULL kept",
+        "ALTER TABLE kept ALTER COLUMN n SET NOT NULL",
+        "ALTER TABLE kept ALTER COLUMN n TYPE bigint",
+    ):
+        before = await eventually(lambda: remembered(cdc, database))
+        with database.connect() as connection:
+            connection.execute(statement)
+
+        async def noticed(before: dict[str, Any] = before) -> bool:
+            now = await remembered(cdc, database)
+            return bool(now and now["tables"]["kept"] != before["tables"]["kept"])
+
+        await eventually(noticed)
+    assert await gaps(cdc) == []
+
+
 @pytest.mark.parametrize("running", [True, False], ids=["running", "stopped"])
 async def test_another_row_filter_is_a_gap_for_its_table_alone(
     database: Database,
