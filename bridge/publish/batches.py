@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     Following: TypeAlias = Callable[[], Sequence[Outgoing] | None]
 
+FIRST_ERROR_CODE = 10000
+"""JetStream's own errors begin here; below are states of the connection and of leaders."""
 WRONG_LAST_SEQUENCE = 10071
 WRONG_LAST_MSG_ID = 10070
 NO_SUCH_BATCH = (10208, 10205)

@@ -19,6 +19,9 @@ log = logging.getLogger("bridge.publish")
 
 RETRY_SECONDS = 2.0
 RECONNECT_SECONDS = 0.25
+BRING_BACK = "bring NATS back; PostgreSQL keeps the WAL meanwhile"
+FREE_ROOM = "free room in the stream or raise its limits; the bridge goes on by itself"
+ASK_CHECK = "`bridge check` tells what the stream does not take; the bridge goes on by itself"
 
 
 class PatienceEnded(Exception):
@@ -51,16 +54,11 @@ class Patience:
         if now - self._failing_since > self._away_seconds:
             raise PatienceEnded(reason)
 
-    async def wait(self, reason: str, *, full: bool = False) -> None:
+    async def wait(self, reason: str, remedy: str = BRING_BACK) -> None:
         """Wait before the next attempt, and say what the operator can do."""
         self.note(reason)
         if "publish" not in self._stats.warnings:
             event(log, "cannot publish", level=logging.WARNING, reason=reason)
-        remedy = (
-            "free room in the stream or raise its limits; the bridge goes on by itself"
-            if full
-            else "bring NATS back; PostgreSQL keeps the WAL meanwhile"
-        )
         self._stats.warnings["publish"] = StatusWarning(f"nothing can be stored: {reason}", remedy)
         self._stats.last_error = reason
         await asyncio.sleep(RETRY_SECONDS if self._client.is_connected else RECONNECT_SECONDS)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from bridge.cancellation import stay_cancelled
 from bridge.errors import Retryable
 from bridge.holds import hold
-from bridge.publish.batches import Refusal
+from bridge.publish.batches import FIRST_ERROR_CODE, Refusal
 from bridge.publish.fence import Fence, Fenced, Lease, PublishRefused
 from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing
+from bridge.publish.patience import ASK_CHECK, BRING_BACK, FREE_ROOM
 from bridge.publish.record import is_counted, is_held
 from bridge.publish.streams import ApiError, stream_state
 from bridge.telemetry.logs import event
@@ -75,6 +76,13 @@ _ROWS = attrgetter("rows")
 _END_LSN = attrgetter("end_lsn")
 
 
+def _remedy(refusal: Refusal) -> str:
+    """What an operator can do about it."""
+    if refusal.full:
+        return FREE_ROOM
+    return ASK_CHECK if refusal.code >= FIRST_ERROR_CODE else BRING_BACK
+
+
 def _is_plain(items: Sequence[Item]) -> bool:
     """Whether items are messages and nothing else."""
     return set(map(type, items)) == {Outgoing}
@@ -126,6 +134,8 @@ class Publisher:
         self._ahead: list[Item] = []
         """The next batch, taken while the one before it was under way."""
         self._draining = False
+        self._is_stuck = False
+        """Whether nothing was stored since the stream was last read back."""
         self._doubt = False
         self._lost = asyncio.Event()
 
@@ -322,6 +332,7 @@ class Publisher:
 
     def _acknowledged(self, items: Sequence[Outgoing], last_seq: int) -> None:
         stats = self._stats
+        self._is_stuck = False
         hold("after-ack-before-confirm")
         events = sum(map(_ROWS, items))
         tokens = set(map(_TOKEN, items))
@@ -365,11 +376,12 @@ class Publisher:
     async def _recover(self, refusal: Refusal, chunk: Sequence[Outgoing]) -> Sequence[Outgoing]:
         """Find out what the stream holds of a chunk, and return the rest of it."""
         event(log, "publishing interrupted", reason=refusal.text)
-        at_once = not refusal.full
+        # What the stream refuses again it may refuse for ever.
+        at_once = not refusal.full and not (refusal.code and self._is_stuck)
         while True:
             await stay_cancelled()
             if not at_once or not self._client.is_connected:
-                await self._patience.wait(refusal.text, full=refusal.full)
+                await self._patience.wait(refusal.text, _remedy(refusal))
             at_once = self._doubt = False
             try:
                 record = await self._while_connected(self._read_back())
@@ -392,6 +404,7 @@ class Publisher:
                 stored = place
             elif is_counted(item):
                 break
+        self._is_stuck = True
         if stored:
             self._acknowledged(chunk[:stored], 0)
         fence = self._fence

@@ -195,3 +195,28 @@ async def test_memory_stays_bounded_while_nats_stalls_under_load(scenario, tcp_p
     assert peak - before < 40 * MEGABYTE
     await scenario.verdict(tables=["flood"])
     assert _resident_bytes(bridge.pid, "VmHWM") - before < 60 * MEGABYTE
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["fast-ingest", "plain"])
+async def test_a_message_that_the_stream_never_takes_is_not_sent_without_a_pause(scenario, batched):
+    await create_stream(scenario, allow_batched=batched, max_msg_size=2000)
+    database = scenario.database
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, body text)")
+    database.publish("t")
+    bridge = scenario.bridge()
+    database.execute("INSERT INTO t VALUES (1, 'small')")
+    await scenario.drained()
+    before = await scenario.last_sequence()
+    database.execute("INSERT INTO t VALUES (2, repeat('large', 1000))")
+    await eventually(
+        lambda: any(w["key"] == "publish" for w in bridge.status()["warnings"]), 30, "announced"
+    )
+    await asyncio.sleep(3)
+    (warning,) = [w for w in bridge.status()["warnings"] if w["key"] == "publish"]
+    assert "bridge check" in warning["remedy"]
+    # Every attempt writes the fence anew.
+    assert await scenario.last_sequence() - before < 12
+    stream = scenario.subjects.cdc_stream
+    config = (await scenario.api(f"STREAM.INFO.{stream}"))["config"]
+    await scenario.api(f"STREAM.UPDATE.{stream}", {**config, "max_msg_size": -1})
+    await scenario.verdict()
