@@ -5,7 +5,8 @@ filter, or that a partition below a published root was truncated, attached, deta
 moves rows into or out of what is published without a word in the log. A column dropped and added
 again, or rewritten to the type it had, has other values and the same description. So the bridge
 remembers what was covered, compares it with the catalog every few seconds and after a start, and
-says `gap` in the stream: readers take a new snapshot of the table.
+says `gap` in the stream: readers take a new snapshot of the table. Between two looks everything
+may have been otherwise and be as before; the transactions that have changed the catalog tell.
 """
 
 from __future__ import annotations
@@ -30,16 +31,23 @@ SHAPES = 4
 
 ABSENT = "it was out of the publication for a while"
 
+_OPERATIONS = ["pubinsert", "pubupdate", "pubdelete", "pubtruncate"]
 _PUBLICATION = """
-SELECT oid::int8, pubinsert, pubupdate, pubdelete, pubtruncate
-FROM pg_catalog.pg_publication WHERE pubname = %s
+SELECT oid::int8, puballtables, xmin::text::int8,
+       pg_catalog.hashtextextended((pg_catalog.to_jsonb(p) - %s::text[])::text, 0),
+       pubinsert, pubupdate, pubdelete, pubtruncate
+FROM pg_catalog.pg_publication p WHERE pubname = %s
 """
 
 _TABLES = """
-SELECT t.schemaname, t.tablename, c.oid::int8, c.relkind = 'p', {entry}, {filter}, {columns}
+SELECT t.schemaname, t.tablename, c.oid::int8, c.relkind = 'p',
+       ARRAY[y.xmin::text::int8, c.relowner::int8],
+       pg_catalog.array_remove(ARRAY[r.oid, {entry}]::int8[], NULL),
+       {filter}, {columns}, CASE WHEN r.oid IS NULL THEN c.reltoastrelid::int8 ELSE 0 END
 FROM pg_catalog.pg_publication_tables t
 JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
 JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+JOIN pg_catalog.pg_type y ON y.oid = c.reltype
 JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
 LEFT JOIN pg_catalog.pg_publication_rel r ON r.prpubid = p.oid AND r.prrelid = c.oid
 {schemas}
@@ -64,11 +72,20 @@ GROUP BY c.oid, c.relfilenode
 """
 
 _LEAVES = """
-SELECT r.oid::int8, c.oid::int8, c.relfilenode::int8, c.xmin::text::int8
+SELECT r.oid::int8, c.oid::int8, c.relkind = 'r', c.relfilenode::int8, c.xmin::text::int8,
+       i.xmin::text::int8
 FROM unnest(%s::oid[]) AS r(oid)
 CROSS JOIN LATERAL pg_catalog.pg_partition_tree(r.oid) AS t
 JOIN pg_catalog.pg_class c ON c.oid = t.relid
-WHERE c.relkind = 'r'
+JOIN pg_catalog.pg_inherits i ON i.inhrelid = c.oid
+WHERE c.relkind IN ('r', 'p') AND c.oid <> r.oid
+"""
+
+_ANCESTORS = """
+SELECT l.oid::int8, i.inhrelid::int8, i.xmin::text::int8
+FROM unnest(%s::oid[]) AS l(oid)
+CROSS JOIN LATERAL pg_catalog.pg_partition_ancestors(l.oid) AS a
+JOIN pg_catalog.pg_inherits i ON i.inhrelid = a.relid
 """
 
 _LEAF = """
@@ -100,13 +117,25 @@ class Covered:
     """Its OID, 0 where another publication is read now: it covers the log from the start."""
     operations: str
     relation_id: int
-    entry: int | None = None
-    """What makes it a part of the publication: another one after it left and came back."""
+    altered: list[int] = field(default_factory=list)
+    """The transaction that has last set the publication's options, and a digest of those beside
+    the operations."""
+    named: list[int] = field(default_factory=list)
+    """The transaction that has last changed name, schema or owner of its row type, and its
+    owner."""
+    entries: list[int] = field(default_factory=list)
+    """What makes it a part of the publication: others after it left and came back."""
     row_filter: str | None = None
     columns: str | None = None
+    toast: int = 0
+    """The table of its long values, another one after ALTER TABLE has rewritten it; 0 where it has
+    none, or where PostgreSQL refuses SET UNLOGGED."""
     shapes: dict[str, list[int]] = field(default_factory=dict)
     """By a digest of names and types of its columns, the latest last: digests of their numbers and
     of the transactions that have changed them, and the file that holds the rows."""
+    attached: dict[str, int] = field(default_factory=dict)
+    """Partitions that are published by way of a root, by OID: the transactions that attached
+    them."""
     leaves: dict[str, int] = field(default_factory=dict)
     """Partitions below a published root, by OID, and the files that hold their rows."""
     changed_by: dict[str, int] = field(default_factory=dict, compare=False)
@@ -122,6 +151,7 @@ class Covered:
         known = {one.name for one in fields(cls)} - {"changed_by"}
         covered = cls(**{name: value for name, value in document.items() if name in known})
         covered.leaves = {str(leaf): int(node) for leaf, node in covered.leaves.items()}
+        covered.attached = {str(part): int(xid) for part, xid in covered.attached.items()}
         covered.shapes = {
             shape: [int(numbers), int(touched), int(filenode)]
             for shape, (numbers, touched, filenode) in covered.shapes.items()
@@ -147,36 +177,42 @@ Coverage = dict[str, Covered]
 
 async def read_coverage(catalog: Catalog, publication: str, server_version: int) -> Coverage:
     """What the publication covers now; nothing where it does not exist."""
-    found = await catalog.rows(_PUBLICATION, [publication])
+    found = await catalog.rows(_PUBLICATION, [_OPERATIONS, publication])
     if not found:
         return {}
-    publication_id, *operations = found[0]
+    publication_id, has_all, altered_by, options, *operations = found[0]
     letters = "".join(letter for letter, is_on in zip("iudt", operations, strict=True) if is_on)
     newer = server_version >= FILTERS_VERSION
     query = _TABLES.format(
-        entry="coalesce(r.oid, s.oid)::int8" if newer else "r.oid::int8",
+        entry="s.oid" if newer else "NULL",
         filter="t.rowfilter" if newer else "NULL",
         columns="r.prattrs::text" if newer else "NULL",
         schemas=_SCHEMAS if newer else "",
     )
     coverage: Coverage = {}
-    roots: dict[int, Covered] = {}
+    roots: list[int] = []
     tables: dict[int, Covered] = {}
     rows = await catalog.rows(query, [publication])
-    for schema, table, relation_id, is_root, entry, row_filter, columns in rows:
+    for schema, table, relation_id, is_root, *facts in rows:
         covered = Covered(
-            schema, table, publication_id, letters, relation_id, entry, row_filter, columns
+            schema, table, publication_id, letters, relation_id, [altered_by, options], *facts
         )
         coverage[table_token(schema, table)] = covered
         tables[relation_id] = covered
         if is_root:
-            roots[relation_id] = covered
+            roots.append(relation_id)
     for relation_id, *digests in await catalog.rows(_COLUMNS, [list(tables)]):
         tables[relation_id].shapes = {str(digests[0]): digests[1:]}
     if roots:
-        for root, leaf, filenode, xid in await catalog.rows(_LEAVES, [list(roots)]):
-            roots[root].leaves[str(leaf)] = filenode
-            roots[root].changed_by[str(leaf)] = xid
+        for root, part, is_leaf, filenode, xid, attached_by in await catalog.rows(_LEAVES, [roots]):
+            tables[root].attached[str(part)] = attached_by
+            if is_leaf:
+                tables[root].leaves[str(part)] = filenode
+                tables[root].changed_by[str(part)] = xid
+    by_root = [one.relation_id for one in coverage.values() if not (has_all or one.entries)]
+    if by_root:
+        for leaf, part, attached_by in await catalog.rows(_ANCESTORS, [by_root]):
+            tables[leaf].attached[str(part)] = attached_by
     return coverage
 
 
@@ -226,12 +262,19 @@ def _differences(before: Covered, now: Covered) -> Iterator[str]:
         yield "another table has its name now"
     if before.operations != now.operations:
         yield "the publication publishes other operations now"
+    elif _is_touched(before.altered, now.altered):
+        yield "the publication's options were set, and may have been others for a while"
     if before.row_filter != now.row_filter:
         yield "its row filter was changed"
     if before.columns != now.columns:
         yield "its list of columns was changed"
-    if before.publication and before.entry != now.entry:
+    if _is_touched(before.named, now.named):
+        yield "it had another name or schema for a while"
+    is_left = before.entries != now.entries and not set(before.entries) & set(now.entries)
+    if before.publication and is_left:
         yield ABSENT
+    if before.toast and now.toast not in (0, before.toast) and _last(before) == _last(now):
+        yield "it was rewritten, and may have been unlogged for a while"
     # Readers know a new description by its schema version; one that returns has its old version.
     for shape, (numbers, touched, filenode) in now.shapes.items():
         were = before.shapes.get(shape, [numbers, touched, filenode])
@@ -239,6 +282,16 @@ def _differences(before: Covered, now: Covered) -> Iterator[str]:
             yield "a column was dropped and added again"
         if were[1] != touched and were[2] != filenode:
             yield "a column was rewritten"
+
+
+def _is_touched(before: list[int], now: list[int]) -> bool:
+    """Whether a transaction has changed something, and nothing shows that it was another thing."""
+    return before[:1] != now[:1] and before[1:] == now[1:]
+
+
+def _last(covered: Covered) -> str | None:
+    """The newest description of a table."""
+    return next(reversed(covered.shapes), None)
 
 
 def rewritten(before: Covered, now: Covered) -> list[str]:
@@ -258,6 +311,8 @@ async def _moved_partitions(
 ) -> str | None:
     if before.leaves.keys() - now.leaves.keys():
         return "a partition was detached or dropped"
+    if any(before.attached.get(part, xid) != xid for part, xid in now.attached.items()):
+        return "a partition was detached for a while"
     if not all(has_told(now.changed_by.get(leaf, 0)) for leaf in rewritten(before, now)):
         return "a partition was truncated or rewritten"
     for leaf in now.leaves.keys() - before.leaves.keys():

@@ -122,7 +122,7 @@ class CoverageWatch:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _look(self) -> None:
-        known = self._known
+        known, stored = self._known, self._registry.stored_tokens()
         found = await read_coverage(self._catalog, self._publication, self._server_version)
         if any(rewritten(known[token], found[token]) for token in known.keys() & found.keys()):
             # A TRUNCATE of the whole table does that too: see whether the log tells of one.
@@ -135,7 +135,7 @@ class CoverageWatch:
         )
         gone = {
             token
-            for token in known.keys() | self._registry.stored_tokens()
+            for token in known.keys() | stored
             if token not in found and not (token in known and known[token].is_gone)
         }
         if changes or gone:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import nats
 import pytest
 
+from bridge.schemas.coverage_watch import POLL_SECONDS
 from consumer_sdk.wire import Subjects
 from tests.fixtures.cdc_log import CdcLog
 from tests.fixtures.postgres import both_versions
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.mirror import MirrorProcess
     from tests.fixtures.postgres import Database
+    from tests.fixtures.snapshots import Holds
     from tests.fixtures.tcp_proxy import TcpProxy
 
 PARTITIONED = """
@@ -293,6 +296,137 @@ async def test_a_gap_in_the_middle_of_a_busy_stream_repeats_no_event(
     await cdc.settle()
     positions = [event.position for event in await cdc.changes("busy")]
     assert positions == sorted(set(positions))
+
+
+AWAY_AND_BACK = {
+    "detached for a while": (
+        "publish_via_partition_root = true",
+        "part",
+        "ALTER TABLE part DETACH PARTITION part1",
+        "INSERT INTO part1 VALUES (2, 'unseen')",
+        "ALTER TABLE part ATTACH PARTITION part1 FOR VALUES FROM (0) TO (100)",
+    ),
+    "detached for a while ": (
+        "publish_via_partition_root = false",
+        "part1",
+        "ALTER TABLE part DETACH PARTITION part1",
+        "INSERT INTO part1 VALUES (2, 'unseen')",
+        "ALTER TABLE part ATTACH PARTITION part1 FOR VALUES FROM (0) TO (100)",
+    ),
+    "options were set": (
+        "",
+        "plain",
+        "ALTER PUBLICATION pub SET (publish = 'update')",
+        "INSERT INTO plain VALUES (2, 'unseen')",
+        "ALTER PUBLICATION pub SET (publish = 'insert, update, delete, truncate')",
+    ),
+    "another name": (
+        "",
+        "plain",
+        "ALTER TABLE plain RENAME TO other",
+        "INSERT INTO other VALUES (2, 'unseen')",
+        "ALTER TABLE other RENAME TO plain",
+    ),
+    "unlogged": (
+        "",
+        None,
+        "ALTER TABLE plain SET UNLOGGED",
+        "INSERT INTO plain VALUES (2, 'unseen')",
+        "ALTER TABLE plain SET LOGGED",
+    ),
+}
+
+
+@both_versions
+@pytest.mark.parametrize("reason", AWAY_AND_BACK)
+async def test_what_was_otherwise_between_two_looks_is_a_gap(
+    database: Database, bridge_process: Callable[..., BridgeProcess], cdc: CdcLog, reason: str
+) -> None:
+    options, table, *statements = AWAY_AND_BACK[reason]
+    database.execute("CREATE TABLE plain (id int PRIMARY KEY, body text)")
+    for statement in PARTITIONED.strip().splitlines():
+        database.execute(statement)
+    database.publish(*(["plain", "part"] if table else []), options=options)
+    bridge = bridge_process()
+    await eventually(lambda: remembered(cdc, database))
+    bridge.kill()
+    for statement in statements:
+        database.execute(statement)
+    bridge_process()
+    (gap,) = await eventually(lambda: gaps(cdc))
+    assert reason.strip() in gap["reason"]
+    assert (table or "plain") in gap["tables"]
+
+
+@both_versions
+async def test_work_that_moves_no_rows_is_no_gap(
+    database: Database, bridge_process: Callable[..., BridgeProcess], cdc: CdcLog
+) -> None:
+    database.execute("CREATE TABLE worked (id int PRIMARY KEY, body text)")
+    database.execute("CREATE TABLE emptied (id int PRIMARY KEY, body text)")
+    database.execute("INSERT INTO worked VALUES (1, 'one')")
+    database.publish("worked", "emptied")
+    database.role("SUPERUSER")
+    owner = database.roles[-1]
+    bridge = bridge_process()
+    await eventually(lambda: remembered(cdc, database))
+    bridge.kill()
+    with database.connect(autocommit=True) as connection:
+        for statement in (
+            "VACUUM FULL worked",
+            "CREATE INDEX ON worked (body)",
+            "CLUSTER worked USING worked_pkey",
+            "REINDEX TABLE worked",
+            "VACUUM (FREEZE, ANALYZE) worked",
+            "ALTER TABLE worked ADD CHECK (id > 0)",
+            "COMMENT ON TABLE worked IS 'busy'",
+            "GRANT SELECT ON worked TO PUBLIC",
+            "ALTER TABLE worked SET (fillfactor = 50)",
+            "TRUNCATE emptied",
+            "ALTER PUBLICATION pub ADD TABLES IN SCHEMA public",
+            f"ALTER PUBLICATION pub OWNER TO {owner}",
+            f"ALTER TABLE worked OWNER TO {owner}",
+        ):
+            connection.execute(statement)
+    second = bridge_process()
+
+    async def has_entries(count: int) -> bool:
+        return len((await remembered(cdc, database))["tables"]["worked"]["entries"]) == count
+
+    await eventually(lambda: has_entries(2))
+    # Published by its schema now, it may go from the list.
+    second.kill()
+    database.execute("ALTER PUBLICATION pub DROP TABLE worked")
+    bridge_process()
+    await eventually(lambda: has_entries(1))
+    assert await gaps(cdc) == []
+
+
+async def test_a_table_published_during_a_long_look_is_not_taken_for_gone(
+    partitioned: Database, bridge_process: Callable[..., BridgeProcess], cdc: CdcLog, holds: Holds
+) -> None:
+    partitioned.execute("CREATE TABLE t (id int PRIMARY KEY)")
+    partitioned.execute("ALTER PUBLICATION pub ADD TABLE t")
+    bridge_process()
+    partitioned.execute("INSERT INTO t VALUES (1)")
+    await cdc.settle()
+    # A partition in another file has the look wait for the log, which waits for the publisher.
+    holds.set("between-kv-and-schema-message")
+    partitioned.execute("ALTER TABLE t ADD a int; INSERT INTO t VALUES (2, 2)")
+    await holds.wait_reached("between-kv-and-schema-message")
+    partitioned.execute("TRUNCATE part1")
+    await asyncio.sleep(POLL_SECONDS + 1)
+    partitioned.execute("CREATE TABLE fresh (id int PRIMARY KEY)")
+    partitioned.execute("ALTER PUBLICATION pub ADD TABLE fresh")
+    await eventually(lambda: cdc.schema("fresh"))
+    holds.release("between-kv-and-schema-message")
+
+    async def known() -> bool:
+        fresh = (await remembered(cdc, partitioned))["tables"].get("fresh")
+        return bool(fresh and not fresh["is_gone"])
+
+    await eventually(known)
+    assert [gap["tables"] for gap in await gaps(cdc)] == [["part"]]
 
 
 async def test_thousands_of_tables_are_remembered_and_their_gap_is_announced_once(

@@ -10,7 +10,10 @@ import pytest
 
 from bridge.schemas.coverage import Covered, unlogged_changes
 
-USERS = Covered("public", "users", 7, "iudt", 16384, entry=9, row_filter="(id > 1)", columns="1 2")
+USERS = Covered(
+    "public", "users", 7, "iudt", 16384, altered=[50, 5], named=[40, 10],
+    entries=[9], row_filter="(id > 1)", columns="1 2", toast=70, attached={"1": 60},
+)  # fmt: skip
 TOLD = 777
 ROOT = Covered("public", "part", 7, "iudt", 16390, leaves={"1": 10, "2": 20})
 
@@ -38,11 +41,31 @@ def changes(before: Covered, now: Covered, filled: frozenset[str] = frozenset())
         ({"operations": "iud"}, "other operations"),
         ({"row_filter": None}, "row filter"),
         ({"columns": "1 2 3"}, "list of columns"),
-        ({"entry": 10}, "out of the publication"),
+        ({"entries": [10]}, "out of the publication"),
+        ({"altered": [51, 5]}, "options were set"),
+        ({"named": [41, 10]}, "another name"),
+        ({"toast": 71}, "was rewritten"),
+        ({"attached": {"1": 61}}, "detached for a while"),
     ],
 )
 def test_what_moves_rows_unseen_is_a_change(change: dict[str, object], reason: str) -> None:
     assert reason in (changes(USERS, replace(USERS, **change)) or "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"entries": [9, 10]},
+        # Another owner, or partitions published as their root.
+        {"altered": [51, 6]},
+        {"named": [41, 11]},
+        {"toast": 0},
+        {"attached": {"1": 60, "2": 61}},
+    ],
+)
+def test_what_moves_no_rows_is_no_change(change: dict[str, object]) -> None:
+    assert changes(USERS, replace(USERS, **change)) is None
+    assert changes(replace(USERS, **change), USERS) is None
 
 
 def test_a_table_that_is_back_is_a_change_and_a_new_one_is_none() -> None:
@@ -57,8 +80,8 @@ def test_a_table_that_is_back_is_a_change_and_a_new_one_is_none() -> None:
 
 def test_another_publication_is_judged_by_what_it_covers() -> None:
     before = replace(USERS, publication=0)
-    assert changes(before, replace(USERS, entry=77)) is None
-    assert "row filter" in (changes(before, replace(USERS, entry=77, row_filter=None)) or "")
+    assert changes(before, replace(USERS, entries=[77])) is None
+    assert "row filter" in (changes(before, replace(USERS, entries=[77], row_filter=None)) or "")
 
 
 @pytest.mark.parametrize(
