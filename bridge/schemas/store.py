@@ -6,12 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import nats.errors
-from nats.js.errors import (
-    BucketNotFoundError,
-    KeyNotFoundError,
-    KeyWrongLastSequenceError,
-    NoKeysError,
-)
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 from bridge.errors import SchemaOvertaken, TableTaken
 from bridge.schemas.registry import Document, fingerprint_of
@@ -58,21 +53,18 @@ class SchemaStore:
         """What this bridge has read or written of each table."""
 
     async def load(self) -> dict[str, Document]:
-        """All documents by table token."""
-        try:
-            keys = await self._bucket.keys()
-        except (NoKeysError, BucketNotFoundError):
-            return {}
+        """All documents by table token, however many in one go."""
         documents = {}
-        for key in keys:
-            try:
-                entry = await self._bucket.get(key)
-            except KeyNotFoundError:
-                continue
-            document = read_document(entry.value or b"")
-            if document is not None:
-                documents[key] = document
-                self._known[key] = identity_of(document)
+        watcher = await self._bucket.watchall(ignore_deletes=True)
+        try:
+            # None says that everything stored has been seen.
+            while entry := await watcher.updates():  # type: ignore[no-untyped-call]
+                document = read_document(entry.value or b"")
+                if document is not None:
+                    documents[entry.key] = document
+                    self._known[entry.key] = identity_of(document)
+        finally:
+            await watcher.stop()  # type: ignore[no-untyped-call]
         return documents
 
     def refuse_foreign(self, document: Document | None) -> None:

@@ -7,6 +7,7 @@ import pytest
 from bridge.errors import SchemaOvertaken, TableTaken
 from bridge.publish.streams import ensure_bucket
 from bridge.schemas.store import SchemaStore, read_document
+from consumer_sdk.wire.envelope import encode
 
 
 def document(version, *columns, epoch=1, source="shop"):
@@ -81,3 +82,19 @@ async def test_a_table_of_another_source_stays_its_own_and_junk_is_replaced(buck
     with pytest.raises(TableTaken, match="'shop'"):
         await other.put("t", document(2, source="other"))
     assert await held(bucket) == document(1)
+
+
+async def test_thousands_of_documents_are_not_asked_for_one_by_one(nats_client, bucket, store):
+    for number in range(300):
+        await bucket.put(f"t{number}", encode(document(1, f"c{number}"), as_json=number % 2 == 0))
+    await bucket.put("junk", b"junk")
+    await bucket.delete("t7")
+    before = nats_client.stats["out_msgs"]
+    loaded = await store().load()
+    assert nats_client.stats["out_msgs"] - before < 30
+    assert loaded.keys() == {f"t{number}" for number in range(300) if number != 7}
+    assert loaded["t299"] == document(1, "c299")
+
+
+async def test_an_empty_bucket_is_read_at_once(store):
+    assert await store().load() == {}
