@@ -29,6 +29,8 @@ FILTERS_VERSION = 150000
 SHAPES = 4
 """So many descriptions of a table are remembered."""
 
+_ALWAYS = ("schema", "table", "publication", "operations", "relation_id")
+
 ABSENT = "it was out of the publication for a while"
 
 _OPERATIONS = ["pubinsert", "pubupdate", "pubdelete", "pubtruncate"]
@@ -146,6 +148,11 @@ class Covered:
     """The last version that it had before it went."""
 
     @classmethod
+    def gone(cls, schema_version: int) -> Self:
+        """All that is remembered of a table that is not published any more."""
+        return cls("", "", 0, "", 0, is_gone=True, schema_version=schema_version)
+
+    @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
         """Read what `asdict` has written; TypeError or ValueError if it is something else."""
         known = {one.name for one in fields(cls)} - {"changed_by"}
@@ -165,10 +172,10 @@ class Covered:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The same for KV."""
+        """The same for KV, where there is little room: what is empty is left out."""
         document = asdict(self)
         del document["changed_by"]
-        return document
+        return {name: value for name, value in document.items() if value or name in _ALWAYS}
 
 
 Coverage = dict[str, Covered]

@@ -42,6 +42,8 @@ log = logging.getLogger("bridge.coverage")
 
 POLL_SECONDS = 5.0
 MOST_REASONS = 20
+MOST_GONE = 20_000
+"""So many tables that are not published any more are remembered, those that went last."""
 LARGE_BYTES = 32 * 1024
 """What is larger is compressed: thousands of tables must fit into one message."""
 _POSITION = """
@@ -142,15 +144,14 @@ class CoverageWatch:
             await self._announce(changes, found, await self._position())
         for token in gone:
             await self._release(token)
-        for token in (known.keys() | gone) - found.keys():
-            covered = known.get(token) or Covered("", "", 0, "", 0)
-            covered.is_gone = True
-            covered.schema_version = max(
-                covered.schema_version, self._registry.newest_version(token)
-            )
-            found[token] = covered
         for token in known.keys() & found.keys():
             found[token].remember(known[token])
+        before = [token for token, one in known.items() if one.is_gone and token not in found]
+        for token in [*before, *sorted(gone)][-MOST_GONE:]:
+            version = self._registry.newest_version(token)
+            if token in known:
+                version = max(version, known[token].schema_version)
+            found[token] = Covered.gone(version)
         self._known = found
         if found != self._saved:
             await self._save(found)
