@@ -103,6 +103,7 @@ class Session:
         self._stack.push_async_callback(self._onlooker.close)
         async with _answering():
             await self._preflight()
+            await self._slot.require_free()
         stored_schemas = await self._refuse_taken_tables()
         async with _answering():
             made_at = await self._slot.create_if_missing(

@@ -44,6 +44,16 @@ class Slot:
         self._name = name
         self._publication = publication
 
+    async def require_free(self) -> None:
+        """Raise SlotInUse where another bridge streams, before anything else is asked for."""
+        rows = await self._catalog.rows(
+            "SELECT active_pid FROM pg_catalog.pg_replication_slots "
+            "WHERE slot_name = %s AND active_pid IS NOT NULL",
+            [self._name],
+        )
+        if rows:
+            raise SlotInUse(f'replication slot "{self._name}" is active for PID {rows[0][0]}')
+
     async def create_if_missing(self, server_version: int, *, failover: bool) -> int | None:
         """Create the slot where there is none; the position at which it was created.
 
