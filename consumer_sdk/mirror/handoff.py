@@ -392,10 +392,11 @@ class HandOff:
         evolution = compare(copy.copy.schema, notice)
         if evolution.effect is Effect.REBUILD:
             raise RepairNeeded(evolution.reason, [copy.copy.name], lsn + 1)
+        # What came before is written under the version it came with.
+        if source.pending:
+            self._spill(source)
+        self._flush()
         if evolution.effect is Effect.ALTER:
-            if source.pending:
-                self._spill(source)
-            self._flush()
             self._actions.append(Alter(copy.copy, notice))
         copy.copy = replace(copy.copy, schema=notice)
         copy.version = version

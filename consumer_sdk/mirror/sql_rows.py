@@ -84,6 +84,7 @@ class RowWriter:
     """Writes the rows of one table."""
 
     def __init__(self, engine: Engine, table: str, schema: TableSchema) -> None:
+        self.schema_version = schema.schema_version
         self._engine = engine
         self._table = table
         self._schema = schema
@@ -121,7 +122,8 @@ class RowWriter:
         ]
         self._update_all = self._update_by_key(rest)
         self._updates: dict[tuple[str, ...], str] = {}
-        self._aside: dict[tuple[Any, ...], list[list[Any]]] = {}
+        self._spellings = [(column.name, Spelling(column)) for column in schema.columns]
+        self._aside: dict[tuple[str | None, ...], list[list[Any]]] = {}
         self._may_swap = schema.replica_identity == "full" and bool(self._key)
 
     def load(self, rows: Sequence[SnapshotRow]) -> None:
@@ -218,7 +220,7 @@ class RowWriter:
             self._place(new_key, set_aside)
             return
         if moved and self._may_swap:
-            self._clear_place(new_key)
+            self._clear_place(new_key, event)
         names = tuple(name for name in self._names if name in data)
         statement = self._updates.get(names)
         if statement is None:
@@ -271,12 +273,15 @@ class RowWriter:
         except DuplicateKey:
             raise self._diverged("has a row that the source has just inserted") from None
 
-    def _clear_place(self, key: list[Any]) -> None:
-        """Set aside the row that has this key now, if there is one."""
-        resident = self._engine.query(f"{self._select} WHERE {self._by_key}", key)
-        if resident:
-            self._aside.setdefault(tuple(key), []).append(list(resident[0]))
-            self._engine.execute(self._delete, key)
+    def _clear_place(self, key: list[Any], move: Event | None = None) -> None:
+        """Set aside the row that has this key now, unless it is the one that is moved there."""
+        for found in self._engine.query(f"{self._select} WHERE {self._by_key}", key):
+            resident = self._spell(found)
+            if move is None or not self._is(resident, move.old or {}, move.raw):
+                # By its own spelling: an equal key may have another, as 1.0 and 1.00.
+                own = tuple(resident[name] for name in self._key)
+                self._aside.setdefault(own, []).append(list(found))
+                self._engine.execute(self._delete, key)
 
     def _take_aside(
         self, identity: dict[str, Any], old: dict[str, Any] | None, raw: Sequence[str]
@@ -284,24 +289,33 @@ class RowWriter:
         """The row set aside that a change means; None if it means the one in the table."""
         if any(name not in identity for name in self._key):
             return None
-        key = tuple(self._key_values(identity, raw))
+        wanted = self._spell_wire(identity, raw)
+        key = tuple(wanted[name] for name in self._key)
         rows = self._aside.get(key, [])
         for place, row in enumerate(rows):
-            if old is None or self._is(row, old, raw):
+            if old is None or self._is(self._spell(row), old, raw):
                 del rows[place]
                 if not rows:
                     del self._aside[key]
                 return row
         return None
 
-    def _is(self, row: list[Any], old: dict[str, Any], raw: Sequence[str]) -> bool:
-        for column, stored in zip(self._columns, row, strict=True):
-            if column.name in old:
-                spelling = Spelling(column)
-                wanted = spelling.from_wire(old[column.name], column.name in raw)
-                if self._engine.canonical(spelling, stored) != wanted:
-                    return False
-        return True
+    def _is(self, row: dict[str, str | None], old: dict[str, Any], raw: Sequence[str]) -> bool:
+        return self._spell_wire(old, raw).items() <= row.items()
+
+    def _spell(self, row: Row) -> dict[str, str | None]:
+        """What was read of a row, in canonical spelling."""
+        return {
+            name: self._engine.canonical(spelling, stored)
+            for (name, spelling), stored in zip(self._spellings, row, strict=True)
+        }
+
+    def _spell_wire(self, data: dict[str, Any], raw: Sequence[str]) -> dict[str, str | None]:
+        return {
+            name: spelling.from_wire(data[name], name in raw)
+            for name, spelling in self._spellings
+            if name in data
+        }
 
     # values and statements
 

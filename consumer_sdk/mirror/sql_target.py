@@ -192,7 +192,7 @@ class SqlTarget(ABC):
 
     def _writer(self, copy: TableCopy) -> RowWriter:
         writer = self._writers.get((copy.lane, copy.name))
-        if writer is None:
+        if writer is None or writer.schema_version != copy.schema.schema_version:
             writer = RowWriter(self._engine, self._physical(copy), copy.schema)
             self._writers[copy.lane, copy.name] = writer
         return writer
