@@ -140,7 +140,8 @@ class Loader:
         )
         self._status.rows_expected += meta.row_count
         # Should this end half way, the next start must still ask for a snapshot that will do.
-        wanted_lsn = planned.snapshot_lsn if planned.epoch == meta.epoch else 0
+        same_history = (planned.source, planned.epoch) == (meta.source, meta.epoch)
+        wanted_lsn = planned.snapshot_lsn if same_history else 0
         started = replace(copy, snapshot_lsn=wanted_lsn)
         await self._write(partial(self._writer.start_load, started))
         async with aclosing(snapshot.chunks()) as chunks:
@@ -164,8 +165,14 @@ class Loader:
 
 
 def _is_older(meta: SnapshotMeta, planned: TableCopy) -> bool:
-    """Whether a snapshot is from before what it shall repair; positions are an epoch's own."""
-    return (meta.epoch, meta.snapshot_lsn) < (planned.epoch, planned.snapshot_lsn)
+    """Whether a snapshot is from before what it shall repair.
+
+    Positions are an epoch's own, and epochs a source's: of another source any snapshot will do.
+    """
+    return meta.source == planned.source and (meta.epoch, meta.snapshot_lsn) < (
+        planned.epoch,
+        planned.snapshot_lsn,
+    )
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -63,19 +63,24 @@ class HandOff:
         self._discover = discover
         self._spill_events = spill_events
         self._sources: dict[str, FollowedSource] = {}
-        self._owners: dict[TableName, tuple[str, int]] = {}
+        self._owners: dict[TableName, tuple[str, int] | None] = {}
         self._queue: dict[FollowedCopy, list[Event]] = {}
         self._actions: list[Action] = []
         copies = [copy for copy in state.copies if not copy.retired]
         live = {copy.name: copy for copy in copies if copy.lane is Lane.LIVE}
         coming = state.lane(Lane.NEXT)
         for name in sorted({copy.source for copy in copies}):
-            mine = {table: copy for table, copy in live.items() if copy.source == name}
             next_ = {table: copy for table, copy in coming.items() if copy.source == name}
+            # What another source publishes now stays as it is until that one's takes its place.
+            others = coming.keys() - next_.keys()
+            mine = {t: copy for t, copy in live.items() if copy.source == name and t not in others}
             source = follow_source(name, state.positions.get(name), mine, next_)
             self._sources[name] = source
             for table, copy in source.copies.items():
                 self._owners[table] = (name, source.read_so_far(copy))
+        for table, planned in coming.items():
+            # It may come from another source than what shows; before it is loaded, from any.
+            self._owners[table] = (planned.source, planned.stream_seq) if planned.loaded else None
 
     @property
     def following(self) -> bool:
@@ -113,10 +118,12 @@ class HandOff:
     def tables(self) -> list[TableName]:
         """The tables whose changes are wanted."""
         return sorted(
-            table
-            for source in self._sources.values()
-            if source.following
-            for table in source.copies
+            {
+                table
+                for source in self._sources.values()
+                if source.following
+                for table in source.copies
+            }
         )
 
     def advance(self, batch: Sequence[Stored]) -> list[Action]:
@@ -364,9 +371,9 @@ class HandOff:
         name = (event.schema, event.table)
         if not event.table:
             return
-        owner = self._owners.get(name)
-        if owner is not None:
-            if owner[0] != event.source and stream_seq > owner[1]:
+        if name in self._owners:
+            owner = self._owners[name]
+            if owner is not None and owner[0] != event.source and stream_seq > owner[1]:
                 raise RepairNeeded(f"source {event.source} publishes it now", [name])
         elif self._discover:
             self.discovered.add(name)
@@ -392,9 +399,8 @@ class HandOff:
         evolution = compare(copy.copy.schema, notice)
         if evolution.effect is Effect.REBUILD:
             raise RepairNeeded(evolution.reason, [copy.copy.name], lsn + 1)
-        # What came before is written under the version it came with.
-        if source.pending:
-            self._spill(source)
+        # What came before is written under the version it came with; all shows at the end.
+        self._spill(source)
         self._flush()
         if evolution.effect is Effect.ALTER:
             self._actions.append(Alter(copy.copy, notice))

@@ -6,6 +6,7 @@ stand `_tailrace_positions` and `_tailrace_copies`.
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -291,7 +292,8 @@ class SqliteTarget(SqlTarget):
         small = [c.name for c in copy.schema.columns if c.family not in _LARGE]
         if small and copy.schema.replica_identity == "full":
             listed = ", ".join(map(quote, small[:_INDEXED_COLUMNS]))
-            index = quote(f"_tailrace_rows:{copy.snapshot_id}:{table_name(*copy.name)}")
+            # Another name than that of the live copy's, which may be of the same snapshot.
+            index = quote(f"_tailrace_rows:{secrets.token_hex(8)}:{table_name(*copy.name)}")
             self._engine.execute(f"CREATE INDEX {index} ON {self._physical(copy)} ({listed})")
 
     def _find_state(self) -> bool:

@@ -403,3 +403,37 @@ def test_tables_built_anew_from_an_older_snapshot_do_not_go_back() -> None:
             writer.perform(machine.advance([item]))
             assert bench.shown(A) == before
     assert not writer.read_state().lane(Lane.NEXT)
+
+
+def test_a_changed_structure_shows_with_its_transaction() -> None:
+    bench = Bench()
+    first = bench.source.schemas[A]
+    wider = replace(first, schema_version=2, columns=(*first.columns, column("extra", 4)))
+    bench.source.change_schema(wider)
+    for key in (1, 2):
+        bench.source.insert(A, {**row(key), "extra": "e"})
+    bench.source.commit()
+    *most, last = bench.stream.since(bench.seen + 1)
+    bench.writer.perform(bench.machine.advance(most))
+    assert bench.writer.in_transaction
+    bench.writer.perform(bench.machine.advance([last]))
+    assert not bench.writer.in_transaction
+    assert len(bench.shown(A)) == 2
+
+
+def test_a_table_that_another_source_publishes_is_announced_once() -> None:
+    bench = Bench()
+    other = ModelSource(bench.stream, [table_schema("a", source="other")], name="other")
+    other.insert(A, row(1))
+    other.commit()
+    with pytest.raises(RepairNeeded, match="source other publishes it now"):
+        bench.follow()
+    planned = TableCopy(other.schemas[A], Lane.NEXT)
+    bench.writer.expect([planned])
+    bench.restart()
+    assert bench.machine.tables() == [B]
+    copy, _ = other.snapshot(A, other.lsn + 1, bench.stream.last + 1)
+    bench.writer.start_load(copy)
+    bench.writer.finish_load(copy)
+    bench.restart()
+    assert bench.machine.tables() == [A, B]
