@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from consumer_sdk.mirror.canonical import Spelling
-    from consumer_sdk.mirror.target import TargetState
+    from consumer_sdk.mirror.target import TableName, TargetState
     from consumer_sdk.wire.column_types import Column, TableSchema
 
 BUSY_SECONDS = 30.0
@@ -303,6 +303,21 @@ class SqliteTarget(SqlTarget):
                 (self.copies_table,),
             )
         )
+
+    def require_room(self, copies: Sequence[TableCopy]) -> None:
+        """Refuse also tables that would have one name in the file, where case does not count."""
+        super().require_room(copies)
+        names: dict[bytes, TableName] = {}
+        for table in [*(copy.name for copy in self.read_state().copies), *(c.name for c in copies)]:
+            name = table_name(*table)
+            # As SQLite does, which knows the case of ASCII alone.
+            other = names.setdefault(name.encode().lower(), table)
+            if other != table:
+                raise TargetError(
+                    f"SQLite file {self.path} has no room for both {format_table_name(*other)} and "
+                    f"{format_table_name(*table)}, which would be called {name!r} there, whatever "
+                    "the case; mirror one of them into another file"
+                )
 
     def _refuse_foreign(self, copy: TableCopy) -> None:
         name = table_name(*copy.name)

@@ -16,7 +16,7 @@ from consumer_sdk.mirror import MemoryTarget, open_target
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.postgres import PostgresTarget
 from consumer_sdk.mirror.sqlite import SqliteTarget
-from consumer_sdk.mirror.target import Lane, MirrorPosition
+from consumer_sdk.mirror.target import Lane, MirrorPosition, TableCopy
 from consumer_sdk.mirror.writer import Writer
 from consumer_sdk.wire.oids import FLOAT8, INT4, NUMERIC
 from tests.mirror_model import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from consumer_sdk.mirror.target import TableName
     from consumer_sdk.wire.column_types import TableSchema
 
 KINDS = ["memory", "sqlite", "postgres"]
@@ -417,4 +418,29 @@ def test_names_that_look_like_a_statement_are_names(kind: str, make_target: Any)
     machine = HandOff(writer.read_state(), CREATED)
     writer.perform(machine.advance(source.stream.since(machine.start_sequence)))
     assert normalized(target.rows(table[1])) == normalized(source.rows[table])
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(("public", "t"), ("public", "T")), (("a.b", "c"), ("a", "b.c"))],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_sqlite_keeps_tables_apart_that_would_have_one_name(
+    tmp_path: Path, one: TableName, other: TableName, together: bool
+) -> None:
+    schemas = [table_schema(table, schema=schema) for schema, table in (one, other)]
+    target = SqliteTarget(tmp_path / "replica.db")
+    if not together:
+        bench = Bench(target, schemas[0])
+        bench.source.insert(one, row(1))
+        bench.commit()
+        bench.writer.close()
+    writer = Writer(target)
+    writer.open()
+    planned = [TableCopy(schema, Lane.NEXT) for schema in schemas]
+    with pytest.raises(TargetError, match=r"SQLite file .*(no room for both|already has)"):
+        writer.expect(planned if together else planned[1:])
+    # Case is a matter of ASCII there.
+    writer.expect([TableCopy(table_schema(name), Lane.NEXT) for name in ("é", "É")])
     writer.close()
