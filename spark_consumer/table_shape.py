@@ -80,8 +80,12 @@ def shape_of(schema: TableSchema, policy: Unrepresentable = "error") -> TableSha
 
 
 def row_key(schema: TableSchema) -> tuple[str, ...]:
-    """The columns that identify a row, () if only all values together do."""
-    if schema.replica_identity == "full" and not schema.primary_key:
+    """The columns that identify a row, () if only all values together do.
+
+    By a deferrable key a change may mean either of two rows, which only their values tell apart.
+    """
+    has_key = bool(schema.primary_key) and not schema.primary_key_deferrable
+    if schema.replica_identity == "full" and not has_key:
         return ()
     key = schema.row_key
     if not key:

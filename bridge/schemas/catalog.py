@@ -38,7 +38,7 @@ ORDER BY a.attnum
 
 # An index that is not checked at once is no replica identity.
 _PRIMARY_KEY = """
-SELECT a.attname, i.indimmediate AND i.indisvalid
+SELECT a.attname, i.indimmediate AND i.indisvalid, i.indimmediate
 FROM pg_catalog.pg_index i
 CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
 JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
@@ -97,6 +97,8 @@ class CatalogTable:
     primary_key: tuple[str, ...]
     identity: tuple[str, ...]
     filenode: int | None
+    is_key_deferrable: bool
+    """Whether two rows may have one primary key until their transaction ends."""
 
 
 class Catalog:
@@ -198,7 +200,10 @@ class Catalog:
         elif replica_identity == "i":
             identity = _names(await self.rows(_IDENTITY_INDEX, [relation_id]))
         primary_key = tuple(row[0] for row in key)
-        return CatalogTable(relation_id, replica_identity, columns, primary_key, identity, filenode)
+        return CatalogTable(
+            relation_id, replica_identity, columns, primary_key, identity, filenode,
+            is_key_deferrable=any(not is_immediate for *_, is_immediate in key),
+        )  # fmt: skip
 
     async def table_by_name(self, schema: str, table: str) -> CatalogTable | None:
         """The same by name; None when there is no such table."""
@@ -224,7 +229,7 @@ class Catalog:
 
 def _names(index: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:
     """Columns of an index that identifies rows; none where it does not."""
-    return tuple(name for name, identifies in index if identifies)
+    return tuple(name for name, identifies, *_ in index if identifies)
 
 
 def _resolve(oid: int, known: dict[int, tuple[Any, ...]]) -> ColumnType:

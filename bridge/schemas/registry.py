@@ -230,6 +230,7 @@ class SchemaRegistry:
                 key = list(table.primary_key)
         else:
             key = list(table.primary_key) if published.issuperset(table.primary_key) else []
+        deferrable = {"primary_key_deferrable": True} if key and table.is_key_deferrable else {}
         return {
             "v": WIRE_VERSION,
             "source": self._source,
@@ -240,6 +241,7 @@ class SchemaRegistry:
             "schema_version": version,
             "lsn": lsn,
             "primary_key": key,
+            **deferrable,
             "replica_identity": REPLICA_IDENTITIES[structure.replica_identity],
             "columns": columns,
             "filenode": table.filenode,

@@ -210,7 +210,8 @@ class TableSchema:
     """A table as of one schema version of one source and epoch.
 
     `replica_identity` is one of "default", "nothing", "full", "index". `filenode` changes when
-    PostgreSQL rewrites the table; None where it is not known.
+    PostgreSQL rewrites the table; None where it is not known. `primary_key_deferrable` says that
+    two rows may have one key until their transaction ends.
     """
 
     source: str
@@ -224,6 +225,7 @@ class TableSchema:
     replica_identity: str
     columns: tuple[Column, ...]
     filenode: int | None = None
+    primary_key_deferrable: bool = False
 
     @property
     def row_key(self) -> tuple[str, ...]:
@@ -272,6 +274,7 @@ class TableSchema:
                 replica_identity=str(document["replica_identity"]),
                 columns=tuple(Column.from_document(column) for column in document["columns"]),
                 filenode=None if document.get("filenode") is None else int(document["filenode"]),
+                primary_key_deferrable=document.get("primary_key_deferrable") is True,
             )
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise WireError(f"not a schema document: {error!r}") from error
@@ -293,6 +296,8 @@ class TableSchema:
         }
         if self.filenode is not None:
             document["filenode"] = self.filenode
+        if self.primary_key_deferrable:
+            document["primary_key_deferrable"] = True
         return document
 
 

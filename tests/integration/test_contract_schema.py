@@ -436,3 +436,13 @@ async def test_a_deferrable_key_is_no_identity_in_the_catalog_either(database, c
     (event,) = await cdc.changes("t")
     assert event.schema_version == first["schema_version"]
     assert [one["is_key"] for one in first["columns"]] == [False, False]
+    assert "primary_key_deferrable" not in first
+
+
+async def test_a_deferrable_key_under_a_full_identity_is_called_that(database, cdc, bridge_process):
+    database.execute("CREATE TABLE t (id int PRIMARY KEY DEFERRABLE, a text)")
+    database.execute("ALTER TABLE t REPLICA IDENTITY FULL")
+    database.publish("t")
+    bridge_process()
+    schema = await eventually(lambda: cdc.schema("t"))
+    assert (schema["primary_key"], schema["primary_key_deferrable"]) == (["id"], True)
