@@ -92,7 +92,9 @@ class Judge:
         world = self._world
         stream = world.scenario.subjects.cdc_stream
         messages = await read_stream(world.client, stream, self._next_sequence)
-        self._history.dictionaries = await load_dictionaries(world.client, world.scenario.subjects)
+        self._history.dictionaries |= await load_dictionaries(
+            world.client, world.scenario.subjects, messages
+        )
         self._history.take(messages)
         if messages:
             self._next_sequence = messages[-1].sequence + 1

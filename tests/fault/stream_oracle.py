@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from nats.js.errors import NoKeysError, NotFoundError
+from nats.js.errors import NotFoundError
 from psycopg import sql
 
 from consumer_sdk.wire import Event, Subjects, decode_payload, read_events
+from consumer_sdk.wire.envelope import DICTIONARY
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.lsn import format_lsn
 from tests.fixtures.stored import StoredMessage
@@ -275,22 +277,30 @@ class StreamHistory:
         )
 
 
-async def load_dictionaries(client: Client, subjects: Subjects) -> dict[str, bytes]:
-    """The dictionaries of compressed messages, by their ids."""
-    try:
+async def load_dictionaries(
+    client: Client, subjects: Subjects, messages: Iterable[StoredMessage]
+) -> dict[str, bytes]:
+    """The dictionaries that messages are compressed with, by their ids.
+
+    Each is asked for by its name, which the leader answers; a list of all would come from any
+    replica.
+    """
+    wanted = {one.headers[DICTIONARY] for one in messages if DICTIONARY in one.headers}
+    found: dict[str, bytes] = {}
+    with suppress(NotFoundError):
         bucket = await client.jetstream().key_value(subjects.dicts_bucket)
-        keys = await bucket.keys()
-    except (NoKeysError, NotFoundError):
-        return {}
-    return {key: (await bucket.get(key)).value or b"" for key in keys}
+        for name in wanted:
+            found[name] = (await bucket.get(name)).value or b""
+    return found
 
 
 async def read_history(client: Client, prefix: str, *, finished: bool = True) -> StreamHistory:
     """The history of a whole stream, with every rule checked; unless `finished`, it may go on."""
     subjects = Subjects(prefix)
     history = StreamHistory(subjects)
-    history.dictionaries = await load_dictionaries(client, subjects)
-    history.take(await read_stream(client, subjects.cdc_stream))
+    messages = await read_stream(client, subjects.cdc_stream)
+    history.dictionaries = await load_dictionaries(client, subjects, messages)
+    history.take(messages)
     if finished:
         history.finish()
     return history
