@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from nats.js.errors import NotFoundError
+from nats.js.errors import BucketNotFoundError, InvalidKeyError, KeyNotFoundError
 from psycopg import sql
 
 from consumer_sdk.wire import Event, Subjects, decode_payload, read_events
@@ -287,10 +287,12 @@ async def load_dictionaries(
     """
     wanted = {one.headers[DICTIONARY] for one in messages if DICTIONARY in one.headers}
     found: dict[str, bytes] = {}
-    with suppress(NotFoundError):
+    with suppress(BucketNotFoundError):
         bucket = await client.jetstream().key_value(subjects.dicts_bucket)
         for name in wanted:
-            found[name] = (await bucket.get(name)).value or b""
+            # A stranger's message may name anything.
+            with suppress(KeyNotFoundError, InvalidKeyError):
+                found[name] = (await bucket.get(name)).value or b""
     return found
 
 

@@ -237,9 +237,9 @@ def test_a_second_interrupt_ends_a_mirror_whose_target_is_locked(
     mirror.wait_logged("event=following")
     mirror_waits = "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)"
     with psycopg.connect(replica_database) as reader:
-        wait_until(
-            lambda: reader.execute("SELECT to_regclass('public.users')").fetchone() != (None,), 30
-        )
+        # to_regclass would keep the answer of its first call for as long as a transaction lasts.
+        is_there = "SELECT EXISTS (SELECT FROM pg_tables WHERE tablename = 'users')"
+        wait_until(lambda: reader.execute(is_there).fetchone() == (True,), 30, mirror.describe)
         reader.execute("LOCK TABLE users IN ACCESS EXCLUSIVE MODE")
         database.execute("INSERT INTO users VALUES (1)")
         wait_until(lambda: reader.execute(mirror_waits).fetchone() == (True,), 30, mirror.describe)
