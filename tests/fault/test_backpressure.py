@@ -12,6 +12,7 @@ from nats.js.errors import APIError
 
 from consumer_sdk.wire import parse_lsn
 from tests.fault.conftest import prepare
+from tests.fault.nats_store import full_disk
 from tests.fault.scenario import create_stream
 from tests.fixtures.waiting import eventually
 
@@ -133,6 +134,28 @@ async def test_a_stream_full_for_long_lets_go_of_the_slot_until_there_is_room(sc
     await scenario.api(f"STREAM.PURGE.{stream}", {"filter": filler})
     await eventually(lambda: _is_active(scenario), 40, "the slot is taken again")
     await scenario.verdict(workload)
+
+
+async def test_a_disk_that_takes_no_more_is_waited_for(scenario_on):
+    """What the server could not write is not acknowledged, and written after its restart."""
+    scenario, server = await scenario_on()
+    stream = scenario.subjects.cdc_stream
+    load = prepare(scenario)
+    bridge = scenario.bridge("--nats-away-limit", "4s")
+    load.start()
+    await scenario.grown(50)
+    with scenario.sampling(), full_disk(server, stream, 5000):
+        await eventually(
+            lambda: any(w["key"] == "publish" for w in bridge.status()["warnings"]), 40, "announced"
+        )
+        await eventually(lambda: not _is_active(scenario), 40, "the slot is let go")
+    load.stop()
+    assert bridge.http("/health").status == 200
+    server.kill()
+    server.start()
+    await eventually(lambda: _is_active(scenario), 60, "the slot is taken again")
+    history = await scenario.verdict(load)
+    assert len(history.sources[scenario.slot].epochs) == 1
 
 
 def _is_active(scenario):

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from tests.fault.faults.registry import fault
+from tests.fault.nats_store import drop_last_messages, full_disk
 
 if TYPE_CHECKING:
     import random
@@ -74,6 +75,17 @@ async def revoke_credentials(world: World, rng: random.Random) -> None:
     world.admit_bridge(admitted=True)
 
 
+@fault("nats: disk full under the stream, then a restart", weight=2, needs="single")
+async def fill_disk(world: World, rng: random.Random) -> None:
+    with full_disk(world.nats, world.scenario.subjects.cdc_stream, rng.choice((0, 500, 20_000))):
+        await world.wait(rng.choice((2, 6, 15)))
+    if rng.random() < 0.5:
+        world.nats.kill()
+        await asyncio.to_thread(world.nats.start)
+    else:
+        await asyncio.to_thread(world.nats.restart)
+
+
 @fault("cluster: leader of the stream killed", weight=10, needs="cluster")
 async def kill_leader(world: World, rng: random.Random) -> None:
     server = await world.stream_leader()
@@ -105,6 +117,17 @@ async def restart_node(world: World, rng: random.Random) -> None:
     assert world.cluster is not None
     server = rng.choice(world.cluster.servers)
     await asyncio.to_thread(server.stop)
+    server.launch()
+    await asyncio.to_thread(server.wait_until_healthy, 90)
+
+
+@fault("cluster: a node restarted without what it had not synced", weight=3, needs="cluster")
+async def lose_unsynced(world: World, rng: random.Random) -> None:
+    assert world.cluster is not None
+    server = rng.choice(world.cluster.servers)
+    server.kill()
+    drop_last_messages(server, world.scenario.subjects.cdc_stream, rng.choice((1, 10, 100)))
+    await world.wait(rng.random() * 2)
     server.launch()
     await asyncio.to_thread(server.wait_until_healthy, 90)
 
