@@ -3,6 +3,7 @@
 PYTHON ?= python3
 DEMO ?=
 WORKERS ?= 2
+OTHER_POSTGRES ?= 14 15 17
 FAULTS ?= 100
 FAULTS_IN_CLUSTER ?= 25
 FAULTS_WITH_SPARK ?= 25
@@ -16,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest
 CAMPAIGN := $(BIN)/python -m tests.fault.campaign
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-alone test-long check bench test-more prove fuzz browser clean
+.PHONY: help demo test test-alone test-long check bench test-more more prove fuzz clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,14 +52,19 @@ check: $(VENV)/.dev  ## format, lint, types, import rules, and the built wheel i
 bench: $(VENV)/.dev  ## throughput and latency, as ratios to PostgreSQL's own tools
 	$(BIN)/python -m tests.bench
 
-test-more: $(VENV)/.dev browser  ## tests that need more than Python packages: a browser
+test-more: more  ## tests that need more than Python packages: a browser, PostgreSQL 14, 15 and 17
 	$(PYTEST) -m more tests
+	for version in $(OTHER_POSTGRES); do \
+		TAILRACE_POSTGRES=$$version $(PYTEST) -n $(WORKERS) -k pg$$version tests/integration || exit 1; \
+	done
 
 prove: $(VENV)/.dev  ## the guarantees at length: mistakes are caught, FAULTS more faults do no harm
 	$(PYTEST) -q -m alone tests/fault/test_mutations.py
-	$(CAMPAIGN) --add $(FAULTS)
-	$(CAMPAIGN) --add $(FAULTS_IN_CLUSTER) --cluster
-	$(CAMPAIGN) --add $(FAULTS_WITH_SPARK) --with-spark
+	failed=; \
+	$(CAMPAIGN) --add $(FAULTS) || failed=1; \
+	$(CAMPAIGN) --add $(FAULTS_IN_CLUSTER) --cluster || failed=1; \
+	$(CAMPAIGN) --add $(FAULTS_WITH_SPARK) --with-spark || failed=1; \
+	test -z "$$failed"
 
 fuzz: $(VENV)/.dev  ## property tests with FUZZ_EXAMPLES examples each, then FUZZ_SECONDS of coverage-guided fuzzing
 	HYPOTHESIS_PROFILE=fuzz FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) \
@@ -66,9 +72,10 @@ fuzz: $(VENV)/.dev  ## property tests with FUZZ_EXAMPLES examples each, then FUZ
 	$(PIP_INSTALL) -e '.[fuzz]'
 	$(BIN)/python -m tests.property.coverage_guided --seconds $(FUZZ_SECONDS)
 
-browser: $(VENV)/.dev
+more: $(VENV)/.dev  ## what make test-more needs
 	$(PIP_INSTALL) -e '.[more]'
 	$(BIN)/python -m tests.browser.chromium
+	$(BIN)/python -m tests.fixtures.postgres_trees
 
 clean:  ## remove what builds, tests and runs have left; the environment stays
 	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

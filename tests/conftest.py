@@ -2,10 +2,11 @@
 
 Real servers, started on first use, one of each per pytest worker:
 
-- `postgres`, `postgres16` (session): `bridge.demo.servers.PostgresServer`, versions 18 and 16
+- `postgres_of(version)` (session): `bridge.demo.servers.PostgresServer` of that version
 - `nats_server` (session): `bridge.demo.servers.NatsServer`
 - `pg`: the PostgreSQL of this test, running even if the test before has killed it; version 18
-  unless the test is decorated with `@both_versions` (from `tests.fixtures.postgres`)
+  unless the test is decorated with `@both_versions` or `@versions_since(15)` (from
+  `tests.fixtures.postgres`), or TAILRACE_POSTGRES names another
 - `own_postgres(version=18, settings={…}, directory=…)`, `own_nats(config="…", jetstream={…},
   binary=…)`: factories of private servers, for what would disturb others
 - `nats_cluster`: `NatsCluster`, three nodes of its own, for replicated streams

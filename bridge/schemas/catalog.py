@@ -60,14 +60,20 @@ FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamesp
 WHERE n.nspname = %s AND c.relname = %s AND c.relkind IN ('r', 'p')
 """
 
-# pg_publication_tables has attnames since version 15; before that every column is published.
 _PUBLISHED = """
 SELECT schemaname, tablename FROM pg_catalog.pg_publication_tables WHERE pubname = %s
 ORDER BY schemaname, tablename
 """
+# Before version 15 every column is published, before 18 none that is generated, though 15 lists it.
 _PUBLISHED_COLUMNS = """
-SELECT attnames::text[] FROM pg_catalog.pg_publication_tables
-WHERE pubname = %s AND schemaname = %s AND tablename = %s
+SELECT ARRAY(
+    SELECT a.attname::text FROM pg_catalog.pg_attribute a
+    WHERE a.attrelid = c.oid AND a.attname = ANY (t.attnames)
+      AND (a.attgenerated = '' OR pg_catalog.current_setting('server_version_num')::int >= 180000))
+FROM pg_catalog.pg_publication_tables t
+JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
+JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s AND t.attnames IS NOT NULL
 """
 
 
@@ -224,7 +230,7 @@ class Catalog:
         if server_version < 150000:
             return None
         found = await self.rows(_PUBLISHED_COLUMNS, [publication, schema, table])
-        return list(found[0][0]) if found and found[0][0] is not None else None
+        return list(found[0][0]) if found else None
 
 
 def _names(index: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:

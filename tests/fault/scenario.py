@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 LONG = bool(os.environ.get("TAILRACE_LONG"))
 ROUNDS = 20 if LONG else 3
 DRAIN_SECONDS = 60
-API_ATTEMPTS = 6
+API_ATTEMPTS = 10
+NOT_FOUND, UNAVAILABLE = 404, 503
 
 
 def chosen_seed() -> int:
@@ -72,18 +73,34 @@ class Scenario:
         return self.start(*self.flags, *flags, **options)
 
     async def api(self, subject: str, body: Any = None) -> dict[str, Any]:
-        """One request to the JetStream API; a cluster that elects a leader may lose it."""
+        """One request to the JetStream API, which must succeed."""
+        answer = await self._ask(subject, body)
+        assert "error" not in answer, answer["error"]
+        return answer
+
+    async def _ask(self, subject: str, body: Any = None) -> dict[str, Any]:
+        """The answer to a request; a cluster that elects a leader may lose or refuse it."""
         payload = b"" if body is None else json.dumps(body).encode()
         for left in reversed(range(API_ATTEMPTS)):
             try:
                 reply = await self.client.request(f"$JS.API.{subject}", payload, timeout=5)
-                break
-            except nats.errors.TimeoutError:
+                answer: dict[str, Any] = json.loads(reply.data)
+                if answer.get("error", {}).get("code") != UNAVAILABLE:
+                    break
+            except (nats.errors.TimeoutError, nats.errors.NoRespondersError):
                 if not left:
                     raise
-        answer: dict[str, Any] = json.loads(reply.data)
-        assert "error" not in answer, answer["error"]
+            await asyncio.sleep(1)
         return answer
+
+    async def purge(self, stream: str, *, keep: int = 0) -> None:
+        """Purge a stream, all but its last messages."""
+        await self.api(f"STREAM.PURGE.{stream}", {"keep": keep} if keep else None)
+
+    async def delete(self, stream: str) -> None:
+        """Delete a stream; gone already means that an answer was lost."""
+        answer = await self._ask(f"STREAM.DELETE.{stream}")
+        assert answer.get("error", {}).get("code") in (None, NOT_FOUND), answer
 
     async def last_sequence(self) -> int:
         """Where the CDC stream ends."""

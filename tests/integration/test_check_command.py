@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from tests.fixtures.postgres import both_versions
+from tests.fixtures.postgres import versions_since
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,7 +190,7 @@ def test_the_printed_setup_names_the_tables_of_an_existing_publication(
     assert "ALL TABLES" not in printed
 
 
-@both_versions
+@versions_since(16)
 def test_a_locked_table_is_named_instead_of_waited_for(
     published: Database, check: Callable[..., Any]
 ) -> None:

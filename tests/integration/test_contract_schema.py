@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fixtures.postgres import both_versions
+from tests.fixtures.postgres import both_versions, versions_since
 from tests.fixtures.waiting import eventually
 
 COLUMN_FIELDS = {
@@ -340,7 +340,7 @@ async def test_partitions_are_published_as_their_root_on_demand(database, cdc, b
         assert await cdc.of_table(leaf) == []
 
 
-@both_versions
+@versions_since(15)
 async def test_column_lists_and_row_filters_of_the_publication_apply(database, cdc, bridge_process):
     database.execute(
         """

@@ -14,7 +14,7 @@ import pytest
 from bridge.schemas.coverage_watch import POLL_SECONDS
 from consumer_sdk.wire import Subjects
 from tests.fixtures.cdc_log import CdcLog
-from tests.fixtures.postgres import both_versions
+from tests.fixtures.postgres import both_versions, versions_since
 from tests.fixtures.waiting import eventually, wait_until
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ async def test_what_was_otherwise_between_two_looks_is_a_gap(
     assert (table or "plain") in gap["tables"]
 
 
-@both_versions
+@versions_since(15)
 async def test_work_that_moves_no_rows_is_no_gap(
     database: Database, bridge_process: Callable[..., BridgeProcess], cdc: CdcLog
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.fixtures.postgres import both_versions
+from tests.fixtures.postgres import both_versions, versions_since
 from tests.fixtures.snapshots import gather
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def by_id(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["id"])
 
 
-@both_versions
+@versions_since(15)
 @pytest.mark.parametrize("form", ["msgpack", "arrow"])
 async def test_row_filters_and_column_lists_of_the_publication_apply(
     database: Database, snapshots: Snapshots, form: str

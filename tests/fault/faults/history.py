@@ -100,7 +100,7 @@ async def _delete_stream(world: World, rng: random.Random, *, recreated: bool) -
     if not running:
         await world.stop_bridge()
     config = (await world.scenario.api(f"STREAM.INFO.{stream}"))["config"]
-    await world.client.jsm().delete_stream(stream)
+    await world.scenario.delete(stream)
     world.judge.forget_stream()
     if recreated:
         await world.scenario.api(f"STREAM.CREATE.{stream}", config)

@@ -40,7 +40,7 @@ async def delete_schemas(world: World, rng: random.Random) -> None:
 
 async def _delete_bucket(world: World, bucket: str, rng: random.Random) -> None:
     js = world.client.jetstream()
-    await js.delete_key_value(bucket)
+    await world.scenario.delete(f"KV_{bucket}")
     if rng.random() < 0.5:
         world.bridge.kill()
         world.launch_bridge()
@@ -61,7 +61,7 @@ async def purge_init(world: World, rng: random.Random) -> None:
     world.launch_mirror()
     for _ in range(rng.randint(1, 3)):
         await world.wait(rng.random())
-        await world.client.jsm().purge_stream(world.scenario.subjects.init_stream)
+        await world.scenario.purge(world.scenario.subjects.init_stream)
 
 
 async def _behind(world: World) -> None:
@@ -75,7 +75,7 @@ async def _behind(world: World) -> None:
 @fault("jetstream: CDC purged behind a stopped mirror", weight=2, at_rest=True, needs="mirror")
 async def purge_cdc(world: World, _: random.Random) -> None:
     await _behind(world)
-    await world.client.jsm().purge_stream(world.scenario.subjects.cdc_stream)
+    await world.scenario.purge(world.scenario.subjects.cdc_stream)
     await world.mirror_announces_gap()
 
 
@@ -83,5 +83,5 @@ async def purge_cdc(world: World, _: random.Random) -> None:
 async def trim_cdc(world: World, rng: random.Random) -> None:
     await _behind(world)
     keep = rng.choice((1, 3, 5))
-    await world.client.jsm().purge_stream(world.scenario.subjects.cdc_stream, keep=keep)
+    await world.scenario.purge(world.scenario.subjects.cdc_stream, keep=keep)
     await world.mirror_announces_gap()

@@ -124,7 +124,7 @@ async def kill_bootstrap(world: World, rng: random.Random) -> None:
 async def _snapshot_under_way(world: World) -> list[int]:
     """Have the mirror ask for everything anew; return the workers, held at their first chunk."""
     world.forget_replica()
-    await world.client.jsm().purge_stream(world.scenario.subjects.init_stream)
+    await world.scenario.purge(world.scenario.subjects.init_stream)
     world.hold("snapshot.chunk.0")
     world.launch_mirror()
     return await eventually(world.snapshot_workers_at_work, PATIENCE_SECONDS, world.bridge_log)
@@ -160,7 +160,7 @@ async def freeze_worker(world: World, rng: random.Random) -> None:
 @fault("bridge: killed between the last chunk and the meta", weight=2, needs="mirror")
 async def kill_before_meta(world: World, _: random.Random) -> None:
     world.forget_replica()
-    await world.client.jsm().purge_stream(world.scenario.subjects.init_stream)
+    await world.scenario.purge(world.scenario.subjects.init_stream)
     with world.dying_at("between-chunk-and-meta"):
         world.launch_mirror()
         await eventually(lambda: not world.bridge.running, PATIENCE_SECONDS, world.bridge_log)
