@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ROUND = 5
 FAULTS_PER_WORLD = 25
 HERE = Path(__file__).parent
+RESULTS, PAGE = HERE / "faults.jsonl", HERE / "FAULTS.md"
 
 
 class Campaign:
@@ -152,8 +153,12 @@ async def run_world(
 
 
 def commit() -> str:
-    """The commit under test, with a + if there are changes beside it."""
-    commands = (["git", "rev-parse", "--short", "HEAD"], ["git", "status", "--porcelain", "-uno"])
+    """The commit under test, with a + if there are changes beside it and the results."""
+    results = [f":!{name}" for name in (RESULTS.name, PAGE.name)]
+    commands = (
+        ["git", "rev-parse", "--short", "HEAD"],
+        ["git", "status", "--porcelain", "-uno", "--", ":/", *results],
+    )
     head, changes = (
         subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE).stdout
         for command in commands
@@ -175,8 +180,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], metavar="FAULT", help="a name, or what is before :"
     )
-    parser.add_argument("--results", type=Path, default=HERE / "faults.jsonl")
-    parser.add_argument("--markdown", type=Path, default=HERE / "FAULTS.md")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--markdown", type=Path, default=PAGE)
     parser.add_argument("--report", action="store_true", help="only print what there is")
     return parser.parse_args(arguments)
 
