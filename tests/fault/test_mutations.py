@@ -20,8 +20,6 @@ from tests.fixtures.bridge_process import REPOSITORY, clean_environment
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
-
 LOSS = r"missing \[|not in the order|no end|violations|too many|twice"
 ROWS = r"assert .*=="
 STOPPED = r"ended with 4"
@@ -193,6 +191,17 @@ MUTATIONS = (
 )
 
 
+def _mutated(root: Path, mutation: Mutation) -> dict[str, str]:
+    """The files that a mistake changes, with it."""
+    texts: dict[str, str] = {}
+    for edit in mutation.edits:
+        text = texts.get(edit.file) or (root / edit.file).read_text()
+        found = re.findall(edit.place, text)
+        assert len(found) == 1, f"{mutation.name}: its place is found {len(found)} times"
+        texts[edit.file] = re.sub(edit.place, lambda _, edit=edit: edit.mistake, text)
+    return texts
+
+
 def _mutated_copy(mutation: Mutation, target: Path) -> None:
     for name in COPIED:
         source = REPOSITORY / name
@@ -200,12 +209,8 @@ def _mutated_copy(mutation: Mutation, target: Path) -> None:
             shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, target / name)
-    for edit in mutation.edits:
-        path = target / edit.file
-        text = path.read_text()
-        found = re.findall(edit.place, text)
-        assert len(found) == 1, f"{mutation.name}: its place is found {len(found)} times"
-        path.write_text(re.sub(edit.place, lambda _, edit=edit: edit.mistake, text))
+    for file, text in _mutated(target, mutation).items():
+        (target / file).write_text(text)
 
 
 def _run_test(directory: Path, test: str) -> subprocess.CompletedProcess[str]:
@@ -219,6 +224,17 @@ def _run_test(directory: Path, test: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_mistake_has_its_place(mutation: Mutation) -> None:
+    """Quick enough to run always: a change of the code that moves the place has to move it here."""
+    for file, text in _mutated(REPOSITORY, mutation).items():
+        compile(text, file, "exec")
+    file, test = mutation.caught_by.split("::")
+    assert f"def {test.partition('[')[0]}(" in (REPOSITORY / file).read_text()
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_mistake_is_caught(mutation: Mutation, tmp_path: Path) -> None:
     _mutated_copy(mutation, tmp_path)
