@@ -24,10 +24,14 @@ SELECT oid::int8, typtype, typbasetype::int8, typcategory, typelem::int8, typdel
 FROM pg_catalog.pg_type WHERE oid = ANY(%s::oid[])
 """
 
-# An expression may be of any length, a message may not.
+# An expression may be of any length, a message may not. Told the table that an expression is of,
+# pg_get_expr would wait for its locks; only that of a generated column names others.
 _ATTRIBUTES = """
-SELECT a.attname, a.attnotnull, pg_catalog.left(pg_catalog.pg_get_expr(d.adbin, d.adrelid), 1000),
-       a.atttypid::int8, a.atttypmod, a.attgenerated <> '', a.atthasmissing,
+SELECT a.attname, a.attnotnull,
+       CASE WHEN a.attgenerated = ''
+       THEN pg_catalog.left(pg_catalog.pg_get_expr(d.adbin, 0), 1000) END,
+       a.atttypid::int8, a.atttypmod, a.attgenerated <> '',
+       a.atthasmissing OR a.attgenerated <> '',
        a.attnum, c.relfilenode::int8
 FROM pg_catalog.pg_attribute a
 JOIN pg_catalog.pg_class c ON c.oid = a.attrelid
@@ -88,7 +92,7 @@ class CatalogColumn:
     type_modifier: int
     is_generated: bool
     is_backfilled: bool
-    """Rows from before the column was added have a value that was never logged."""
+    """Rows from before the column was added, or published, have a value that was never logged."""
     number: int
     """Its attnum, which is never used twice."""
 

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from nats.js.errors import BucketNotFoundError, InvalidKeyError, KeyNotFoundError
+from nats.errors import NoRespondersError
+from nats.js.errors import (
+    BucketNotFoundError,
+    InvalidKeyError,
+    KeyNotFoundError,
+    ServiceUnavailableError,
+)
 from psycopg import sql
 
 from consumer_sdk.wire import Event, Subjects, decode_payload, read_events
@@ -32,15 +38,19 @@ if TYPE_CHECKING:
 
 ROWS = frozenset({"INSERT", "UPDATE", "DELETE", "TRUNCATE"})
 READ_TIMEOUT_SECONDS = 30
-READ_ATTEMPTS = 4
+READ_ATTEMPTS = 10
+LEADERLESS = (TimeoutError, NoRespondersError, ServiceUnavailableError)
+"""What a cluster that elects a leader does with a request; nats-py's timeout is a TimeoutError."""
 
 
 async def read_stream(client: Client, stream: str, start: int = 1) -> list[StoredMessage]:
     """Every message the stream holds now, in order."""
     found: list[StoredMessage] = []
     for _ in range(READ_ATTEMPTS):
-        if await _read_on(client, stream, found, start):
-            return found
+        with suppress(*LEADERLESS):
+            if await _read_on(client, stream, found, start):
+                return found
+        await asyncio.sleep(1)
         start = found[-1].sequence + 1 if found else start
     raise AssertionError(f"stream {stream} cannot be read beyond {start}")
 
@@ -62,6 +72,8 @@ async def _read_on(client: Client, stream: str, found: list[StoredMessage], star
     if "error" in created:
         if created["error"].get("err_code") == 10059:
             return True
+        if created["error"].get("code") == 503:
+            return False
         raise AssertionError(created["error"])
     total = len(found) + int(created["num_pending"])
     complete = asyncio.Event()
@@ -286,6 +298,16 @@ async def load_dictionaries(
     replica.
     """
     wanted = {one.headers[DICTIONARY] for one in messages if DICTIONARY in one.headers}
+    for _ in range(READ_ATTEMPTS):
+        with suppress(*LEADERLESS):
+            return await _load_dictionaries(client, subjects, wanted)
+        await asyncio.sleep(1)
+    raise AssertionError(f"bucket {subjects.dicts_bucket} cannot be read")
+
+
+async def _load_dictionaries(
+    client: Client, subjects: Subjects, wanted: Iterable[str]
+) -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     with suppress(BucketNotFoundError):
         bucket = await client.jetstream().key_value(subjects.dicts_bucket)

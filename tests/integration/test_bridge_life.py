@@ -311,3 +311,27 @@ async def test_a_locked_table_keeps_nobody_from_streaming_the_others(database, c
             return [event.data for event in await cdc.changes("other")]
 
         assert await eventually(arrived, 10) == [{"id": 1, "mood": "glad"}]
+
+
+@both_versions
+async def test_a_row_of_another_structure_waits_for_no_lock_on_its_table(
+    database, cdc, bridge_process
+):
+    """Nobody but the log is asked for it, and the catalog for what takes no lock."""
+    create(database)
+    bridge = bridge_process()
+    await eventually(lambda: cdc.kept_coverage(f"slot_{database.name}"))
+    bridge.terminate()
+    assert bridge.wait() == 0
+    database.execute("ALTER TABLE t ADD COLUMN more int DEFAULT 5")
+    database.execute("INSERT INTO t (id) VALUES (77)")
+    with database.connect(autocommit=False) as holder:
+        holder.execute("LOCK TABLE t IN ACCESS EXCLUSIVE MODE")
+        bridge_process(ready_timeout=10)
+
+        async def arrived():
+            return [event.data["more"] for event in await cdc.changes("t") if "more" in event.data]
+
+        assert await eventually(arrived, 10) == [5]
+        (column,) = [c for c in (await cdc.schema("t"))["columns"] if c["name"] == "more"]
+        assert column["column_default"] == "5"

@@ -396,6 +396,8 @@ async def test_generated_columns_are_left_out_unless_the_publication_has_them(
             ("SCHEMA", 2, ["id", "a", "twice"]),
             ("INSERT", 2, {"id": 2, "a": 6, "twice": 12}),
         ]
+        *_, twice = (await cdc.schema("t"))["columns"]
+        assert (twice["backfilled"], twice["column_default"]) == (True, None)
 
 
 @both_versions
