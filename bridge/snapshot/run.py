@@ -42,6 +42,8 @@ WORKER_START_SECONDS: Final = 60.0
 # Somebody who wants a table for himself waits for the first of our locks on it, and everybody
 # after him waits for him. PostgreSQL sees no deadlock there: we must not wait for each other.
 CROWDED_SECONDS: Final = 1.0
+# Longer than a worker waits for NATS, the one thing that lets it rest within its transaction.
+UNTOLD_SECONDS: Final = 120.0
 STARTING: Final = "the snapshot's worker processes to start"
 
 
@@ -160,7 +162,7 @@ class Run:
             backend_pids.append((await worker.expect("connected"))["pid"])
 
         async def lock(worker: WorkerProcess, patience: float) -> dict[int, str]:
-            await worker.tell({"lock_seconds": patience})
+            await worker.tell({"lock_seconds": patience, "idle_seconds": UNTOLD_SECONDS})
             ready = await worker.expect("ready")
             return {int(index): text for index, text in ready["failed"].items()}
 

@@ -62,9 +62,9 @@ class Worker:
         name = self._task["snapshot_name"].replace("'", "''")
         connection.execute(f"SET TRANSACTION SNAPSHOT '{name}'".encode())
         self._pipe.tell("connected", pid=connection.info.backend_pid)
+        patience = self._pipe.next_line()
         # Should this process die while it waits, its session does not wait for ever.
-        patience = int(self._pipe.next_line()["lock_seconds"] * 1000)
-        connection.execute(f"SET lock_timeout = {patience}".encode())
+        connection.execute(f"SET lock_timeout = {int(patience['lock_seconds'] * 1000)}".encode())
         hold("snapshot.lock")
         failed = {}
         for copy in copies:
@@ -74,6 +74,9 @@ class Worker:
             except psycopg.Error as error:
                 connection.execute("ROLLBACK TO SAVEPOINT table_lock")
                 failed[copy.index] = problem(error)
+        # Nor does it keep its locks for ever where nobody tells it on, as a frozen bridge does not.
+        idle = int(patience["idle_seconds"] * 1000)
+        connection.execute(f"SET idle_in_transaction_session_timeout = {idle}".encode())
         hold("snapshot.locked")
         self._pipe.tell("ready", failed=failed)
 

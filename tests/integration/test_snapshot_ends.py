@@ -328,6 +328,26 @@ async def test_a_worker_that_hangs_is_ended_and_its_snapshot_fails(
     assert len((await snapshots.take("users")).rows) == 5000
 
 
+async def test_locks_of_a_worker_that_nobody_tells_on_do_not_last(
+    database: Database, snapshots: Snapshots, holds: Holds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the bridge is frozen: applications must be able to change their tables."""
+    create_users(database)
+    await snapshots.start()
+    monkeypatch.setattr("bridge.snapshot.run.UNTOLD_SECONDS", 0.5)
+    holds.set("snapshot.locked")
+    answer = await snapshots.begin("users")
+    await holds.wait_reached("snapshot.locked")
+    with database.connect() as application:
+        application.execute("SET lock_timeout = '10s'")
+        application.execute("ALTER TABLE users ADD COLUMN more int")
+    monkeypatch.undo()
+    holds.release("snapshot.locked")
+    # The table is another one now, so it is begun again.
+    taken = await snapshots.read("users", answer["snapshot_id"])
+    assert [sorted(row) for row in taken.rows[:1]] == [["id", "more", "name"]]
+
+
 async def test_workers_serve_the_next_snapshot_and_end_when_idle(
     database: Database, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
