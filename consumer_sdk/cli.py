@@ -61,6 +61,8 @@ def run(arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, _interrupt)
         # Warns of every connection with TLS that nats-py has made.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
+        # Warns of what is raised as well.
+        logging.getLogger("psycopg").setLevel(logging.ERROR)
         code: int = asyncio.run(parsed.run(parsed))
         return code
     except CdcError as error:

@@ -1,6 +1,7 @@
 """Mirror into a PostgreSQL database: the same schemas, tables, column types and keys.
 
-State is kept in schema `tailrace`. Types that the database lacks become their base type, or text.
+State is kept in schema `tailrace`. Types that the database lacks become their base type, or text;
+so does what names things of the source, such as `regclass`.
 Rows are replaced by DELETE and INSERT, so that readers of any snapshot see all of one state.
 """
 
@@ -342,6 +343,8 @@ class PostgresTarget(SqlTarget):
         return known
 
     def _find_type(self, column: Column) -> str:
+        if postgres_values.names_things(column):
+            return "text[]" if column.family == "array" else "text"
         if self._engine.query("SELECT to_regtype(%s) IS NOT NULL", (column.data_type,))[0][0]:
             return column.data_type.replace("%", "%%")
         for oid, suffix in ((column.base_type_oid, ""), (column.element_oid, "[]")):

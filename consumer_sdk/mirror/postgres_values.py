@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 FIRST_USER_OID: Final = 16384
 
+# Their values name things of the source: regproc to regcollation, and aclitem, which names roles.
+_NAMES_OF_THINGS: Final = frozenset(
+    {24, 1033, 2202, 2203, 2204, 2205, 2206, 3734, 3769, 4089, 4096, 4191}
+)
+
 # Where text tells values apart that PostgreSQL's = does not (1.0 and 1.00), or where there is no =.
 _COMPARED_AS_TEXT: Final = frozenset({"numeric", "interval", "json", "jsonb", "other"})
 _BARE_ELEMENT: Final = re.compile(r'[^\s{}",\\]+\Z')
@@ -27,6 +32,11 @@ def encoder(column: Column) -> Callable[[Any, bool], Any] | None:
     if family == "array":
         return _array_encoder(column.element_family)
     return _SCALARS.get(family)
+
+
+def names_things(column: Column) -> bool:
+    """Whether its values can be read only where everything exists that they name."""
+    return not _NAMES_OF_THINGS.isdisjoint((column.base_type_oid, column.element_oid))
 
 
 def is_compared_as_text(column: Column) -> bool:

@@ -106,20 +106,34 @@ def test_every_type_arrives_the_same_in_both_targets(
         mirror.kill()
 
 
-def test_qualified_names_are_equal(
-    database: Any, bridge_process: Any, mirror_process: Any, verify: Any, tmp_path: Path
+def test_names_of_things_are_equal_also_where_these_are_not(
+    database: Any,
+    bridge_process: Any,
+    mirror_process: Any,
+    verify: Any,
+    replica_database: str,
+    tmp_path: Path,
 ) -> None:
-    database.execute("CREATE TABLE named (id int PRIMARY KEY, relation regclass)")
-    database.execute("INSERT INTO named VALUES (1, 'named')")
+    database.execute(
+        "CREATE TABLE named (id regclass, number int, kinds regtype[], rights aclitem, "
+        "PRIMARY KEY (id, number))"
+    )
+    database.execute("CREATE TABLE unpublished ()")
+    insert = "INSERT INTO named SELECT 'unpublished', {}, '{{unpublished,int4}}', %s"
+    rights = f"{database.value('SELECT current_user')}=r/{database.value('SELECT current_user')}"
+    database.execute(insert.format(1), [rights])
     database.publish("named")
     bridge_process()
-    replica = f"sqlite:///{tmp_path}/replica.db"
-    for count in (1, 2):
+    for replica in (f"sqlite:///{tmp_path}/replica.db", replica_database):
         # From a snapshot first, then through the log.
-        assert mirror_process("named", "--into", replica, "--once").wait() == 0
-        said = f"named: equal, {count} rows, 0 changes folded in\n"
+        mirror = mirror_process("named", "--into", replica, "--once")
+        assert mirror.wait() == 0, mirror.describe()
+        database.execute(f"{insert.format(2)} ON CONFLICT DO NOTHING", [rights])
+        database.execute("UPDATE named SET kinds = kinds || kinds WHERE number = 1")
+        mirror = mirror_process("named", "--into", replica, "--once")
+        assert mirror.wait() == 0, mirror.describe()
+        said = "named: equal, 2 rows, 0 changes folded in\n"
         assert verify("named", replica=replica) == (0, said)
-        database.execute("INSERT INTO named VALUES (2, 'named') ON CONFLICT DO NOTHING")
 
 
 def test_differences_are_named_by_key(
