@@ -24,12 +24,14 @@ SELECT oid::int8, typtype, typbasetype::int8, typcategory, typelem::int8, typdel
 FROM pg_catalog.pg_type WHERE oid = ANY(%s::oid[])
 """
 
-# An expression may be of any length, a message may not. Told the table that an expression is of,
-# pg_get_expr would wait for its locks; only that of a generated column names others.
+# Expressions may be of any length and as many as columns, a message may not. Told the table that
+# an expression is of, pg_get_expr would wait for its locks, and before version 18 take the square
+# of the number of columns; only that of a generated column, which is no default, names others.
 _ATTRIBUTES = """
 SELECT a.attname, a.attnotnull,
-       CASE WHEN a.attgenerated = ''
-       THEN pg_catalog.left(pg_catalog.pg_get_expr(d.adbin, 0), 1000) END,
+       CASE WHEN a.attgenerated = '' THEN pg_catalog.left(
+           pg_catalog.pg_get_expr(d.adbin, 0),
+           least(1000, 60000 / greatest(1, count(d.oid) OVER ()))::int) END,
        a.atttypid::int8, a.atttypmod, a.attgenerated <> '',
        a.atthasmissing OR a.attgenerated <> '',
        a.attnum, c.relfilenode::int8

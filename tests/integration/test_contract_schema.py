@@ -428,6 +428,20 @@ async def test_a_default_of_any_length_stops_nothing(database, cdc, bridge_proce
 
 
 @both_versions
+async def test_defaults_of_any_number_stop_nothing(database, cdc, bridge_process):
+    default = f"nullif('{'x' * 900}', '{'x' * 900}')"
+    columns = ", ".join(f"c{number} text DEFAULT {default}" for number in range(1500))
+    database.execute(f"CREATE TABLE t (id int PRIMARY KEY, {columns})")
+    database.publish("t")
+    bridge_process()
+    database.execute("INSERT INTO t VALUES (1)")
+    await eventually(lambda: cdc.changes("t"), 10)
+    defaults = [one["column_default"] for one in (await cdc.schema("t"))["columns"]]
+    # PostgreSQL writes the call in capitals.
+    assert {one and one.lower() for one in defaults} == {None, default[:40]}
+
+
+@both_versions
 async def test_a_deferrable_key_is_no_identity_in_the_catalog_either(database, cdc, bridge_process):
     database.execute("CREATE TABLE t (id int PRIMARY KEY DEFERRABLE, a text)")
     database.publish("t", options="publish = 'insert'")
