@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bridge.schemas.catalog import Catalog
-    from bridge.schemas.registry import SchemaRegistry
+    from bridge.schemas.registry import Document, SchemaRegistry
     from bridge.schemas.store import SchemaStore
     from bridge.values import ColumnType
     from bridge.wal.messages import Relation
@@ -82,8 +82,8 @@ class PublishedTables:
             notice = SchemaNotice(token, document, must_store)
         return structure, types, version, notice
 
-    async def ensure_schema(self, schema: str, table: str) -> int:
-        """The version of the table as the catalog has it now, its document stored in KV."""
+    async def ensure_schema(self, schema: str, table: str) -> Document:
+        """The document of the table as the catalog has it now, stored in KV."""
         published = await self._onlooker.published_columns(
             self._publication, schema, table, self._server_version
         )
@@ -100,8 +100,7 @@ class PublishedTables:
                 self._overtaken = error
                 raise
             self._registry.note_stored(token, document)
-        version: int = document["schema_version"]
-        return version
+        return document
 
     async def store_new(self) -> None:
         """Give every published table its schema, also those that never had a change."""

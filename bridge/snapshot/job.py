@@ -40,7 +40,8 @@ class Job:
     attempts: int = 0
     record_revision: int = 0
     shape: TableShape | None = None
-    schema_version: int = 0
+    described: dict[str, Any] = field(default_factory=dict)
+    """The schema document of the table."""
     snapshot_lsn: int = 0
     cdc_seq: int = 0
     stream_created: int = 0

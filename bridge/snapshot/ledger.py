@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nats.js.client import JetStreamContext
 
     from bridge.snapshot.job import Job
+    from bridge.snapshot.tables import TableShape
     from consumer_sdk.wire.subjects import Subjects
 
 
@@ -183,8 +184,8 @@ class Ledger:
             "timestamp": time.time_ns() // 1000,
             "batch_count": job.next_chunk,
             "row_count": job.rows,
-            "schema_version": job.schema_version,
-            "columns": [column.to_document() for column in job.shape.columns],
+            "schema_version": job.described["schema_version"],
+            "columns": _columns(job.shape, job.described),
             "options": job.asked,
             "format": job.options.format,
             "zstd": job.options.zstd,
@@ -194,6 +195,12 @@ class Ledger:
             "cdc_seq": job.cdc_seq,
             "checksum": job.checksum(),
         }
+
+
+def _columns(shape: TableShape, described: dict[str, Any]) -> list[dict[str, Any]]:
+    """The copied columns, as the schema document describes them."""
+    known = {column["name"]: column for column in described["columns"]}
+    return [{**column.to_document(), **known.get(column.name, {})} for column in shape.columns]
 
 
 def _meta_id(snapshot_id: str) -> str:

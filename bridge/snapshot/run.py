@@ -63,7 +63,7 @@ class RunContext:
     pool: WorkerPool
     dictionaries: DictionaryStore
     cdc_state: Callable[[], Awaitable[StreamState]]
-    ensure_schema: Callable[[str, str], Awaitable[int]]
+    ensure_schema: Callable[[str, str], Awaitable[dict[str, Any]]]
     changed: Callable[[Job], Awaitable[None]]
     succeed: Callable[[Job], Awaitable[None]]
     fail: Callable[[Job, str], Awaitable[None]]
@@ -227,7 +227,7 @@ class Run:
     async def _plan(self, job: Job, shape: TableShape, sizes: Sequence[Size]) -> None:
         context = self._context
         try:
-            job.schema_version = await context.ensure_schema(job.schema, job.table)
+            job.described = await context.ensure_schema(job.schema, job.table)
         except (BridgeError, Retryable) as error:
             await context.fail(job, str(error))
             return

@@ -66,7 +66,7 @@ class SnapshotService:
         as_json: bool,
         zstd: bool,
         stats: BridgeStats,
-        ensure_schema: Callable[[str, str], Awaitable[int]],
+        ensure_schema: Callable[[str, str], Awaitable[dict[str, Any]]],
         workers: int = 2,
         chunk_rows: int = 10_000,
         wait_limit: float = 300.0,
@@ -173,7 +173,7 @@ class SnapshotService:
             wanted = Wanted(
                 self._source,
                 self._epoch,
-                await self._ensure_schema(schema, table),
+                (await self._ensure_schema(schema, table))["schema_version"],
                 tuple(column.name for column in shape.columns),
                 shape.row_filter,
                 options.format,

@@ -121,7 +121,7 @@ class CopyColumn:
     is_nullable: bool
 
     def to_document(self) -> dict[str, Any]:
-        """The column as a meta describes it, with the fields of schema documents."""
+        """What its type and place are, in the fields of schema documents."""
         return {
             "name": self.name,
             "position": self.position,

@@ -105,8 +105,8 @@ async def _service(rig: Rig, client: Client, subjects: Subjects, table: str) -> 
         await js.create_key_value(bucket=bucket)
     await js.create_object_store(subjects.objects_bucket)
 
-    async def ensure_schema(_schema: str, _table: str) -> int:
-        return 1
+    async def ensure_schema(_schema: str, _table: str) -> dict[str, Any]:
+        return {"schema_version": 1, "columns": []}
 
     service = SnapshotService(
         nc=client,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from bridge.demo.servers import NatsServer, PostgresServer
     from consumer_sdk.wire import Event
     from tests.fixtures.bridge_process import BridgeProcess
+    from tests.fixtures.cdc_log import CdcLog
     from tests.fixtures.snapshots import Holds, ReadSnapshot
 
 LONG = os.environ.get("TAILRACE_LONG") == "1"
@@ -304,6 +305,29 @@ async def test_killing_the_bridge_ends_its_snapshots_and_its_workers(
     assert (await rebuilt(reader, "accounts", read)).rows == source_rows(
         database, "accounts", ("id",)
     )
+
+
+@both_versions
+async def test_the_columns_of_a_meta_are_those_of_the_schema(
+    database: Database, reader: Snapshots, cdc: CdcLog, bridge_process: Callable[..., BridgeProcess]
+) -> None:
+    database.execute("CREATE TYPE mood AS ENUM ('sad', 'happy')")
+    database.execute(
+        "CREATE TABLE t (a int DEFAULT 7, gone int, id serial, m mood NOT NULL DEFAULT 'sad',"
+        " u text UNIQUE NOT NULL, PRIMARY KEY (id, m))"
+    )
+    database.execute("ALTER TABLE t DROP gone")
+    database.publish("t")
+    bridge_process()
+    for identity in ("DEFAULT", "USING INDEX t_u_key", "FULL", "NOTHING"):
+        database.execute(f"ALTER TABLE t REPLICA IDENTITY {identity}")
+        meta = (await reader.take("t")).meta
+        schema = await cdc.schema("t")
+        assert schema is not None
+        assert meta["schema_version"] == schema["schema_version"]
+        assert meta["columns"] == schema["columns"]
+        meta = (await reader.take("t", columns=["m", "u"])).meta
+        assert meta["columns"] == schema["columns"][2:]
 
 
 async def test_snapshot_values_equal_event_values(
