@@ -50,6 +50,8 @@ class SnapshotMeta:
     stream_created: int
     cdc_seq: int
     checksum: str
+    relation_id: int = 0
+    """PostgreSQL's OID of the table, as events have it; 0 where it is not known."""
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> SnapshotMeta:
@@ -73,6 +75,7 @@ class SnapshotMeta:
                 stream_created=int(document["stream_created"]),
                 cdc_seq=int(document["cdc_seq"]),
                 checksum=str(document["checksum"]),
+                relation_id=int(document.get("relation_id", 0)),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptData(f"damaged snapshot meta: {error!r}") from error

@@ -33,6 +33,7 @@ class Wanted:
 
     source: str
     epoch: int
+    relation_id: int
     schema_version: int
     columns: tuple[str, ...]
     row_filter: str | None
@@ -148,6 +149,7 @@ class Ledger:
             found = Wanted(
                 meta["source"],
                 meta["epoch"],
+                meta["relation_id"],
                 meta["schema_version"],
                 tuple(column["name"] for column in meta["columns"]),
                 meta["row_filter"],
@@ -180,6 +182,7 @@ class Ledger:
             "epoch": self._epoch,
             "table": job.table,
             "schema": job.schema,
+            "relation_id": job.shape.oid,
             "lsn": job.snapshot_lsn,
             "timestamp": time.time_ns() // 1000,
             "batch_count": job.next_chunk,

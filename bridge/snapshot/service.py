@@ -173,6 +173,7 @@ class SnapshotService:
             wanted = Wanted(
                 self._source,
                 self._epoch,
+                shape.oid,
                 (await self._ensure_schema(schema, table))["schema_version"],
                 tuple(column.name for column in shape.columns),
                 shape.row_filter,

@@ -126,6 +126,7 @@ class Loader:
             snapshot_lsn=meta.snapshot_lsn,
             stream_seq=meta.cdc_seq - 1,
             stream_created=meta.stream_created,
+            relation_id=meta.relation_id,
         )
         self._tell(
             Notice(

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from tests.fixtures.snapshots import Holds, Snapshots
 
 
-def create_users(database: Database, rows: int = 10) -> None:
+def create_users(database: Database, rows: int = 10, *, publish: bool = True) -> None:
     database.execute("CREATE TABLE users (id int PRIMARY KEY, name text)")
     database.execute(f"INSERT INTO users SELECT g, 'user ' || g FROM generate_series(1, {rows}) g")
-    database.publish("users")
+    if publish:
+        database.publish("users")
 
 
 @both_versions
@@ -221,6 +222,12 @@ async def test_a_finished_snapshot_is_used_again_until_something_changes(
     reused, third = await state_of_next()
     assert (reused, third != second) == (False, True)
     assert await state_of_next() == (True, third)
+    database.execute("DROP TABLE users")
+    create_users(database, publish=False)
+    database.execute("ALTER PUBLICATION pub ADD TABLE users")
+    reused, fourth = await state_of_next()
+    assert (reused, fourth != third) == (False, True)
+    assert await state_of_next() == (True, fourth)
 
 
 async def test_a_snapshot_is_not_used_again_after_init_or_cdc_lost_messages(
