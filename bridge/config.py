@@ -147,8 +147,9 @@ class Settings:
     )  # fmt: skip
 
     ring_slots: int = setting(
-        65536, "slots of the ring, a power of two", kind="integer", group="pipeline", low=2
-    )
+        65536, "slots of the ring, a power of two", kind="integer", group="pipeline", low=2,
+        high=2**24,
+    )  # fmt: skip
     ring_bytes: int = setting(
         16 * 1024**2, "bytes the ring may hold", kind="bytes", group="pipeline", low=65536
     )

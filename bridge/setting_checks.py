@@ -58,6 +58,12 @@ def check_together(settings: Settings) -> None:
         value = cast("str", getattr(settings, name))
         if re.search(r"[\s.*>/\\]", value):
             raise SettingsError(f"{settings.where(name)}: {value!r} is not a stream name")
+    if settings.subjects.cdc_stream == settings.subjects.init_stream:
+        name = "init_stream" if settings.init_stream else "cdc_stream"
+        raise SettingsError(
+            f"{settings.where(name)}: {getattr(settings, name)!r} is the other stream's name; "
+            "changes and snapshots need a stream each"
+        )
     for name in ("nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key"):
         path = cast("str", getattr(settings, name))
         if path and not Path(path).is_file():

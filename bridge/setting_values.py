@@ -15,6 +15,8 @@ Kind = Literal["text", "integer", "flag", "seconds", "bytes"]
 
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _BYTES = {"": 1, "b": 1, "kb": 1024, "mb": 1024**2, "gb": 1024**3, "tb": 1024**4}
+# nats-server counts nanoseconds and bytes in 64 bits.
+_MOST: dict[str, float] = {"seconds": 100 * 365 * 86400, "bytes": 2**63 - 1}
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
 
 
@@ -38,6 +40,7 @@ def parse(
         raise SettingsError(f"{where}: {shown} is not one of {', '.join(choices)}")
     if low is not None and value < low:
         raise SettingsError(f"{where}: {shown} is too small; the least is {low}")
+    high = _MOST.get(kind) if high is None else high
     if high is not None and value > high:
         raise SettingsError(f"{where}: {shown} is too large; the most is {high}")
     return value
