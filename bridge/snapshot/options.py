@@ -22,6 +22,8 @@ KNOWN: Final = ("columns", "format", "zstd", "fresh")
 # What a client library adds of itself; it does not change the snapshot.
 IGNORED: Final = ("v",)
 MOST_BYTES: Final = 64 * 1024
+# With one of these a map in MessagePack begins.
+MAP_BYTES: Final = frozenset(bytes([byte]) for byte in (*range(0x80, 0x90), 0xDE, 0xDF))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,12 @@ class Request:
 
 
 def body_is_json(body: bytes, headers: Mapping[str, str] | None, default: bool) -> bool:
-    """Whether a body is JSON: by its Content-Type, else by its first byte, which no map shares."""
+    """Whether a body is JSON: by its Content-Type, else by its first byte; `default` for no map."""
     kind = (headers or {}).get(envelope.CONTENT_TYPE)
     if kind in (envelope.JSON, envelope.MSGPACK):
         return kind == envelope.JSON
-    stripped = body.lstrip()
-    return stripped[:1] == b"{" if stripped else default
+    first = body.lstrip()[:1]
+    return first == b"{" or (first not in MAP_BYTES and default)
 
 
 def parse_request(

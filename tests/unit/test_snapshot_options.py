@@ -56,5 +56,8 @@ def test_junk_is_refused_never_a_crash(body: bytes) -> None:
 def test_the_content_type_decides_and_else_the_first_byte() -> None:
     assert body_is_json(b"{}", None, default=False)
     assert not body_is_json(msgpack.packb({"a": 1}), None, default=True)
-    assert body_is_json(b"", None, default=True)
+    assert not body_is_json(msgpack.packb(dict.fromkeys(range(16))), None, default=True)
+    for body in (b"", b"hello", b"[]", b"\xff\x00"):
+        assert body_is_json(body, None, default=True)
+        assert not body_is_json(body, None, default=False)
     assert not body_is_json(b"{", {"Content-Type": "application/msgpack"}, default=True)
