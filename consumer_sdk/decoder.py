@@ -17,6 +17,7 @@ from consumer_sdk.wire.compression import LoadedDictionaries
 from consumer_sdk.wire.envelope import (
     CONTENT_TYPE,
     JSON,
+    ROW_OPERATIONS,
     Event,
     decode_payload,
     events_of,
@@ -122,6 +123,8 @@ class EventDecoder:
             if progress:
                 return [_progress_event(document, subject.decode("utf-8", "replace"))]
             events = events_of(document)
+            if events[0].operation == "SCHEMA":
+                self._note_schema(TableSchema.from_document(document))
         except WireError as error:
             raise _damaged(sequence, error) from error
         for event in events:
@@ -167,17 +170,12 @@ class EventDecoder:
         event.unchanged, event.raw = filled.unchanged, filled.raw
         event.ref = None
 
+    def _note_schema(self, schema: TableSchema) -> None:
+        self._schemas[table_token(schema.schema, schema.table), schema.schema_version] = schema
+
     async def _restore(self, sequence: int, event: Event) -> None:
         """Give values read from JSON the types MessagePack would have carried."""
-        if event.operation == "SCHEMA" and event.document is not None:
-            try:
-                schema = TableSchema.from_document(event.document)
-            except WireError as error:
-                raise _damaged(sequence, error) from error
-            token = table_token(schema.schema, schema.table)
-            self._schemas[token, schema.schema_version] = schema
-            return
-        if not isinstance(event.data, dict):
+        if event.operation not in ROW_OPERATIONS or not isinstance(event.data, dict):
             return
         wanted = (table_token(event.schema, event.table), event.schema_version)
         known = self._schemas.get(wanted)
@@ -202,25 +200,13 @@ def restore_row(row: dict[str, Any], raw: Sequence[str], schema: TableSchema) ->
 
 
 def _progress_event(document: dict[str, Any], subject: str) -> Event:
-    try:
-        return Event(
-            source=str(document["source"]),
-            epoch=int(document["epoch"]),
-            table="",
-            schema="",
-            operation="PROGRESS",
-            commit_lsn=int(document["lsn"]),
-            seq=0,
-            xid=0,
-            ts=int(document.get("ts", 0)),
-            schema_version=0,
-            relation_id=0,
-            msg_id="",
-            subject=subject,
-            document=document,
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"damaged progress message: {error!r}") from error
+    known = ("source", "epoch", "lsn", "ts")
+    fields: dict[str, Any] = {key: document[key] for key in known if key in document}
+    event = events_of({**fields, "operation": "COMMIT"})[0]
+    if subject.partition("$progress.")[2] != event.source:
+        raise WireError(f"damaged message: progress of source {event.source!r} as another's")
+    event.operation, event.subject, event.document = "PROGRESS", subject, document
+    return event
 
 
 def _damaged(sequence: int, error: Exception) -> CorruptData:

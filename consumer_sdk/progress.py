@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.decoder import parse_headers
 from consumer_sdk.errors import CorruptData, VersionTooNew
-from consumer_sdk.wire.envelope import JSON, decode_payload
-from consumer_sdk.wire.errors import WireError, WireVersionError
+from consumer_sdk.wire.envelope import JSON, decode_payload, unsigned
+from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
@@ -39,16 +39,16 @@ class Progress:
         try:
             return cls(
                 source=str(document["source"]),
-                epoch=int(document["epoch"]),
-                lsn=int(document["lsn"]),
-                stream_seq=int(document["stream_seq"]),
+                epoch=unsigned(document, "epoch"),
+                lsn=unsigned(document, "lsn"),
+                stream_seq=unsigned(document, "stream_seq"),
                 source_lsn=int(document.get("source_lsn") or 0),
                 stream_created=int(document.get("stream_created") or 0),
                 ts=int(document.get("ts") or 0),
                 gap=document.get("gap") or None,
                 document=document,
             )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (WireError, *MISFITS) as error:
             raise CorruptData(f"damaged progress message: {error!r}") from error
 
 

@@ -6,7 +6,7 @@ import base64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from consumer_sdk.wire.errors import WireError, WireVersionError
+from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
 from consumer_sdk.wire.oids import (
     ARRAY_ELEMENTS,
     BOOL,
@@ -276,7 +276,7 @@ class TableSchema:
                 filenode=None if document.get("filenode") is None else int(document["filenode"]),
                 primary_key_deferrable=document.get("primary_key_deferrable") is True,
             )
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        except MISFITS as error:
             raise WireError(f"not a schema document: {error!r}") from error
 
     def to_document(self) -> dict[str, Any]:
@@ -311,9 +311,21 @@ def restore_json(value: Any, column: Column) -> Any:
     if value is None:
         return None
     kind = column.family
-    if kind == "array":
+    if kind != "array":
+        return _restore_scalar(value, kind)
+    try:
         return _restore_elements(value, family(column.element_oid))
-    return _restore_scalar(value, kind)
+    except RecursionError as error:
+        raise WireError("damaged message: an array is nested too deeply") from error
+
+
+def to_bytes(value: Any) -> bytes:
+    """A bytea value: bytes, or base64 where it came as JSON; anything else raises."""
+    if isinstance(value, str):
+        return base64.b64decode(value, validate=True)
+    if not isinstance(value, bytes):
+        raise TypeError(f"a {type(value).__name__} is not bytes")
+    return value
 
 
 def _restore_elements(value: Any, kind: Family) -> Any:
@@ -329,8 +341,8 @@ def _restore_scalar(value: Any, kind: Family) -> Any:
     if value is None or kind not in _JSON_ADAPTED:
         return value
     try:
-        if kind == "bytea" and not isinstance(value, bytes):
-            return base64.b64decode(value, validate=True)
+        if kind == "bytea":
+            return to_bytes(value)
         if kind == "int" and isinstance(value, str):
             return int(value)
         if kind == "float" and isinstance(value, (str, int)):

@@ -33,6 +33,8 @@ MSG_ID = "Nats-Msg-Id"
 
 LARGEST_JSON_INTEGER = 2**53
 _DIGITS = re.compile(r"[0-9]{1,20}\Z")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_TIMESTAMP = re.compile(rb"[\xd6\xd7]\xff|\xc7\x0c\xff")
 
 Document = dict[str, Any]
 
@@ -70,6 +72,36 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
+def _refuse_extension(code: int, _: bytes) -> Any:
+    raise ValueError(f"MessagePack extension {code}")
+
+
+def may_hold_times(payload: bytes) -> bool:
+    """Whether MessagePack may hold its own timestamps, which no value on the wire is."""
+    return _TIMESTAMP.search(payload) is not None
+
+
+def _read_msgpack(payload: bytes) -> Any:
+    document = msgpack.unpackb(payload, strict_map_key=True, ext_hook=_refuse_extension)
+    if may_hold_times(payload):
+        level = [document]
+        while level:
+            one = level.pop()
+            if isinstance(one, msgpack.Timestamp):
+                raise ValueError("MessagePack timestamp")
+            if isinstance(one, (dict, list)):
+                level.extend(one.values() if isinstance(one, dict) else one)
+    return document
+
+
+def _read_json(payload: bytes) -> Any:
+    document = json.loads(payload, parse_constant=_refuse_constant)
+    if _SURROGATE.search(payload):
+        # Half of a pair is no character: nothing could print, store or encode it again.
+        json.dumps(document, ensure_ascii=False).encode()
+    return document
+
+
 def decode_payload(
     headers: Mapping[str, str] | None,
     payload: bytes,
@@ -93,9 +125,9 @@ def decode_payload(
             raise WireError(f"unknown Content-Encoding {encoding!r}")
     try:
         if kind == MSGPACK:
-            document = msgpack.unpackb(payload, strict_map_key=True)
+            document = _read_msgpack(payload)
         elif kind == JSON:
-            document = json.loads(payload, parse_constant=_refuse_constant)
+            document = _read_json(payload)
         else:
             raise WireError(f"unknown Content-Type {kind!r}")
     except WireError:
@@ -159,7 +191,7 @@ class Event(msgspec.Struct, gc=False):
         return Position(self.commit_lsn, self.behind if has_none else self.seq)
 
 
-def _integer(document: Document, key: str, default: int | None = None) -> int:
+def unsigned(document: Document, key: str, default: int | None = None) -> int:
     """An unsigned 64-bit integer; JSON writes large ones as text."""
     value = document.get(key, default)
     if isinstance(value, str) and _DIGITS.match(value):
@@ -230,13 +262,14 @@ def _plain_row(document: Document) -> Event | None:
         or (old is not None and type(old) is not dict)
         # Not zero if any of them is negative or beyond 64 bits.
         or (epoch | lsn | seq | xid | version | relation) >> 64
+        or (ts if ts >= 0 else ~ts) >> 63
     ):
         return None
     last = get("last") is True
     return Event(
         source, epoch, table, schema, operation, lsn, seq, xid, ts, version, relation, msg_id,
         subject, data, old, (), (), None, last,
-        _integer(document, "end_lsn") if "end_lsn" in document else 0,
+        unsigned(document, "end_lsn") if "end_lsn" in document else 0,
     )  # fmt: skip
 
 
@@ -249,23 +282,23 @@ def events_of(document: Document) -> list[Event]:
     if operation not in KNOWN_OPERATIONS:
         raise WireError(f"unknown operation {operation!r}")
     source = _text(document, "source")
-    epoch = _integer(document, "epoch")
+    epoch = unsigned(document, "epoch")
     table = _text(document, "table", "")
     schema = _text(document, "schema", "")
-    commit_lsn = _integer(document, "lsn")
-    seq = _integer(document, "seq", 0)
-    xid = _integer(document, "xid", 0)
+    commit_lsn = unsigned(document, "lsn")
+    seq = unsigned(document, "seq", 0)
+    xid = unsigned(document, "xid", 0)
     ts = document.get("ts", 0)
     if isinstance(ts, str) and _DIGITS.match(ts.removeprefix("-")):
         ts = int(ts)
-    if not isinstance(ts, int) or isinstance(ts, bool):
+    if not isinstance(ts, int) or isinstance(ts, bool) or not -(1 << 63) <= ts < 1 << 63:
         raise WireError("damaged message: ts is not an integer")
-    version = _integer(document, "schema_version", 0)
-    relation_id = _integer(document, "relation_id", 0)
+    version = unsigned(document, "schema_version", 0)
+    relation_id = unsigned(document, "relation_id", 0)
     msg_id = _text(document, "msg_id", "")
     subject = _text(document, "subject", "")
     last = document.get("last") is True
-    end_lsn = _integer(document, "end_lsn", 0)
+    end_lsn = unsigned(document, "end_lsn", 0)
     rows = document.get("rows")
     if rows is not None:
         if not isinstance(rows, list) or not rows or operation not in ROW_OPERATIONS:
@@ -322,5 +355,5 @@ def read_events(
 def final_seq(document: Document) -> int:
     """The ordinal of the last row a message carries."""
     rows = document.get("rows")
-    seq = _integer(document, "seq", 0)
+    seq = unsigned(document, "seq", 0)
     return seq + len(rows) - 1 if isinstance(rows, list) and rows else seq

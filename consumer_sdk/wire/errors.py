@@ -15,6 +15,10 @@ class WireError(Exception):
     """A message or name does not follow the wire format."""
 
 
+MISFITS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What Python says of a value that is not what it should be: of another type, range or depth."""
+
+
 class WireVersionError(WireError):
     """The message carries a wire version larger than this reader understands."""
 

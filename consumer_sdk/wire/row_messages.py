@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from consumer_sdk.wire.envelope import ROW_OPERATIONS, WIRE_VERSION, Event
+from consumer_sdk.wire.envelope import ROW_OPERATIONS, WIRE_VERSION, Event, may_hold_times
 
 
 class _Row(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -46,17 +46,26 @@ class _RowMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     end_lsn: int = 0
 
 
-_decode = msgspec.msgpack.Decoder(_RowMessage).decode
+class _Extension(Exception):
+    """MessagePack of a type that no value has."""
+
+
+def _refuse_extension(_code: int, _data: memoryview) -> Any:
+    raise _Extension
+
+
+_decode = msgspec.msgpack.Decoder(_RowMessage, ext_hook=_refuse_extension).decode
 
 
 def read_row_message(payload: bytes) -> list[Event] | None:
     """The events of a plain MessagePack row message, None for anything else."""
     try:
         m = _decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, _Extension):
         return None
     if (
         m.v != WIRE_VERSION
+        or (b"\xff" in payload and may_hold_times(payload))
         or m.operation not in ROW_OPERATIONS
         # Not zero if any of them is negative.
         or (m.epoch | m.lsn | m.seq | m.xid | m.schema_version | m.relation_id | m.end_lsn) >> 64
