@@ -5,7 +5,6 @@ Two values are the same iff their canonical texts are. None stays None.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import re
@@ -13,6 +12,8 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 from consumer_sdk.errors import CorruptData
+from consumer_sdk.wire.column_types import to_bytes
+from consumer_sdk.wire.errors import MISFITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,7 @@ class Spelling:
     """The canonical spelling of one column's values."""
 
     def __init__(self, column: Column) -> None:
+        self._name = column.name
         self._family = column.family
         self._element = column.element_family or "text"
 
@@ -47,24 +49,32 @@ class Spelling:
         """From an event; `raw` says that a json value is text."""
         if value is None:
             return None
-        if self._family != "array":
-            return _from_value(self._family, value, raw)
-        if isinstance(value, str):
-            return value
-        return _list_text(value, lambda item: _from_value(self._element, item, raw))
+        try:
+            if self._family != "array":
+                return _from_value(self._family, value, raw)
+            if isinstance(value, str):
+                return value
+            return _list_text(value, lambda item: _from_value(self._element, item, raw))
+        except MISFITS as error:
+            raise CorruptData(
+                f"{self._family} column {self._name!r} holds something else"
+            ) from error
 
     def from_sqlite(self, value: Any) -> Canonical:
         """From what a mirror stores in SQLite."""
         if value is None:
             return None
-        if self._family != "array":
-            return _from_value(self._family, value, raw=True)
         try:
+            if self._family != "array":
+                return _from_value(self._family, value, raw=True)
             items = json.loads(value)
-        except (TypeError, ValueError):
+            convert = _FROM_TEXT["bytea"] if self._element == "bytea" else None
+            return _list_text(
+                items, convert or (lambda item: _from_value(self._element, item, True))
+            )
+        except MISFITS:
+            # Not of the column's type: the text of an odd array, or a difference.
             return str(value)
-        convert = _FROM_TEXT["bytea"] if self._element == "bytea" else None
-        return _list_text(items, convert or (lambda item: _from_value(self._element, item, True)))
 
 
 def to_sqlite(family: str, text: Canonical) -> Any:
@@ -86,8 +96,7 @@ def _from_value(family: str, value: Any, raw: bool) -> str:
     if family == "float":
         return _float(value)
     if family == "bytea":
-        content = base64.b64decode(value) if isinstance(value, str) else bytes(value)
-        return "\\x" + content.hex()
+        return "\\x" + to_bytes(value).hex()
     if family == "json":
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if family == "jsonb":

@@ -6,6 +6,9 @@ import json
 import sqlite3
 from typing import TYPE_CHECKING, Any, Self
 
+from consumer_sdk.errors import CorruptData
+from consumer_sdk.wire.lsn import format_lsn
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
@@ -54,17 +57,36 @@ class Fold:
             for table in ("changes", "touched"):
                 self._db.execute(f"DELETE FROM {table}")
             return
+        try:
+            self._spool(event)
+        except KeyError as error:
+            raise CorruptData(
+                f"a change at {format_lsn(event.commit_lsn)} lacks column {error}"
+            ) from error
+
+    def _spool(self, event: Event) -> None:
         new = None if event.operation == "DELETE" else self._spell(event.data, event.raw)
         old = event.data if event.operation == "DELETE" else event.old
         before = None if old is None else self._spell(old, event.raw)
         if before is None and event.operation == "UPDATE":
             before = {name: new[name] for name in self._layout.key} if new is not None else None
+        if not self._layout.key:
+            self._require_whole(before)
+            self._require_whole(None if new is None else {**(before or {}), **new})
+        # An unchanged key may be missing from the new row.
+        keys = [
+            (self._key({**(before or {}), **row}),)
+            for row in (before, new)
+            if row is not None and self._layout.key
+        ]
         self._db.execute("INSERT INTO changes (change) VALUES (?)", (json.dumps([before, new]),))
-        for row in (before, new):
-            if row is not None and self._layout.key:
-                # An unchanged key may be missing from the new row.
-                known = {**(before or {}), **row}
-                self._db.execute("INSERT OR IGNORE INTO touched VALUES (?)", (self._key(known),))
+        self._db.executemany("INSERT OR IGNORE INTO touched VALUES (?)", keys)
+
+    def _require_whole(self, row: dict[str, str | None] | None) -> None:
+        """KeyError for a row without one of the columns by which rows without a key are counted."""
+        for name in self._layout.names if row is not None else ():
+            if name not in (row or {}):
+                raise KeyError(name)
 
     def touched(self, keys: Sequence[str]) -> set[str]:
         """Those of the keys that some change has touched."""

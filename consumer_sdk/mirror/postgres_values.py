@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import math
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from consumer_sdk.wire.column_types import to_bytes
 from consumer_sdk.wire.jsonb import jsonb_text
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def _float(value: Any, raw: bool) -> str:  # noqa: ARG001
 
 
 def _bytes(value: Any, raw: bool) -> str:  # noqa: ARG001
-    content = base64.b64decode(value) if isinstance(value, str) else bytes(value)
-    return "\\x" + content.hex()
+    return "\\x" + to_bytes(value).hex()
 
 
 def _json(value: Any, raw: bool) -> str:

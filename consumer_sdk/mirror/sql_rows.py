@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from consumer_sdk.errors import CorruptData, TargetError
 from consumer_sdk.mirror.canonical import Spelling
 from consumer_sdk.mirror.evolution import key_columns
+from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
@@ -222,6 +223,8 @@ class RowWriter:
         if moved and self._may_swap:
             self._clear_place(new_key, event)
         names = tuple(name for name in self._names if name in data)
+        if len(names) + len(event.unchanged) < len(self._names):
+            raise CorruptData(f"a row of {self._display()} lacks columns")
         statement = self._updates.get(names)
         if statement is None:
             statement = self._updates[names] = self._update_by_key(names)
@@ -339,7 +342,10 @@ class RowWriter:
         for place, name, encode in fixes:
             value = row[place]
             if value is not None:
-                row[place] = encode(value, name in raw)
+                try:
+                    row[place] = encode(value, name in raw)
+                except MISFITS as error:
+                    raise self._unfit(name) from error
         return row
 
     def _key_values(self, data: dict[str, Any], raw: Sequence[str]) -> list[Any]:
@@ -347,7 +353,12 @@ class RowWriter:
 
     def _value(self, name: str, value: Any, raw: Sequence[str]) -> Any:
         encode = self._encoders[name]
-        return value if value is None or encode is None else encode(value, name in raw)
+        if value is None or encode is None:
+            return value
+        try:
+            return encode(value, name in raw)
+        except MISFITS as error:
+            raise self._unfit(name) from error
 
     def _update_by_key(self, names: Sequence[str]) -> str:
         return f"UPDATE {self._table} SET {self._assign(names)} WHERE {self._by_key}"
@@ -368,6 +379,9 @@ class RowWriter:
             f"the mirror of {self._display()} {what}; something else has written to it: "
             "build it anew with --fresh"
         )
+
+    def _unfit(self, name: str) -> CorruptData:
+        return CorruptData(f"column {name!r} of {self._display()} holds something else")
 
     def _incomplete(self, error: KeyError) -> CorruptData:
         return CorruptData(f"a row of {self._display()} lacks column {error}")

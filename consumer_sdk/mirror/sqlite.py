@@ -110,7 +110,7 @@ class SqliteEngine:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             remedy = _REMEDIES.get(code, "")
             raise TargetError(f"SQLite file {self._path}: {error}{remedy}") from error
-        except OverflowError as error:
+        except (OverflowError, ValueError) as error:
             raise TargetError(f"SQLite file {self._path}: {error}") from error
 
 

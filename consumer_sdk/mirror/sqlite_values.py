@@ -7,10 +7,10 @@ arrays as JSON documents, the rest as it travels.
 
 from __future__ import annotations
 
-import base64
 import json
 from typing import TYPE_CHECKING, Any
 
+from consumer_sdk.wire.column_types import to_bytes
 from consumer_sdk.wire.envelope import to_json_value
 from consumer_sdk.wire.jsonb import jsonb_text
 
@@ -47,7 +47,7 @@ def _float(value: Any, raw: bool) -> Any:  # noqa: ARG001
 
 
 def _bytes(value: Any, raw: bool) -> bytes:  # noqa: ARG001
-    return base64.b64decode(value) if isinstance(value, str) else bytes(value)
+    return to_bytes(value)
 
 
 def _json(value: Any, raw: bool) -> str:
