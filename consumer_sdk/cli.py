@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from consumer_sdk.commands import schemas, snapshot, tail
 from consumer_sdk.commands.options import Parser
+from consumer_sdk.commands.terminal import printable
 from consumer_sdk.errors import CdcError
 from consumer_sdk.version import __version__
 
@@ -28,6 +29,7 @@ usable as configured, 4 data at risk.
 """
 _LIGHT = ("schema", "tables", "tail", "snapshot")
 INTERRUPTED = 130
+LONGEST_LINE = 1000
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -66,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         code: int = asyncio.run(parsed.run(parsed))
         return code
     except CdcError as error:
-        print(f"cdc: {_one_line(error)}", file=sys.stderr)
+        print(f"cdc: {printable(_one_line(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         # Following has no other end than being interrupted.
@@ -83,4 +85,6 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    # A foreign message may be quoted in it, whatever its length.
+    line = " ".join(str(error).split())
+    return line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + "…"

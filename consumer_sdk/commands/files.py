@@ -9,13 +9,15 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from consumer_sdk.errors import TargetError, UsageError
+from consumer_sdk.commands.terminal import steady
+from consumer_sdk.errors import CorruptData, TargetError, UsageError
 from consumer_sdk.mirror import postgres_values
 from consumer_sdk.wire.envelope import to_json_value
+from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.jsonb import jsonb_text
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from consumer_sdk.chunk import ChunkRows
     from consumer_sdk.wire.column_types import Column
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 # Between the tokens of a document only: within a text they are escaped.
-_LINE_ENDS = re.compile(r"[\r\n]+")
+_BLANKS = re.compile(r"[\x00-\x1f]+")
 
 
 class RowWriter(Protocol):
@@ -69,6 +71,11 @@ def refused(path: Path, error: OSError) -> TargetError:
     return TargetError(f"cannot write {path}: {error.strerror or error}")
 
 
+def unfit(rows: ChunkRows) -> CorruptData:
+    """The error for rows that are not what the snapshot's columns say."""
+    return CorruptData(f"chunk {rows.number} holds a row that does not have its columns and types")
+
+
 class _Nowhere:
     def begin(self, columns: Sequence[Column]) -> None:
         pass
@@ -88,9 +95,15 @@ class _Output(_Nowhere):
         self._lines = _Lines(columns)
 
     def write(self, rows: ChunkRows) -> None:
-        line = self._lines.line
-        sys.stdout.write("".join(line(row, rows.raw(n)) for n, row in enumerate(rows)))
+        sys.stdout.write(steady(_joined(rows, self._lines.line)))
         sys.stdout.flush()
+
+
+def _joined(rows: ChunkRows, line: Callable[[Row, Container[str]], str]) -> str:
+    try:
+        return "".join(line(row, rows.raw(n)) for n, row in enumerate(rows))
+    except MISFITS as error:
+        raise unfit(rows) from error
 
 
 class _TextFile(ABC):
@@ -107,7 +120,7 @@ class _TextFile(ABC):
     def begin(self, columns: Sequence[Column]) -> None: ...
 
     def write(self, rows: ChunkRows) -> None:
-        self._put("".join(self._line(row, rows.raw(n)) for n, row in enumerate(rows)))
+        self._put(_joined(rows, self._line))
 
     def finish(self) -> None:
         assert self._file is not None
@@ -153,7 +166,7 @@ class _Csv(_TextFile):
     def _line(self, row: Row, raw: Container[str]) -> str:
         cells = []
         for name, encode in self._columns:
-            value = row.get(name)
+            value = row[name]
             if value is None:
                 cells.append("")
             else:
@@ -183,7 +196,7 @@ class _Lines:
 def _document(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(map(_document, value)) + "]"
-    return _LINE_ENDS.sub(" ", value) if isinstance(value, str) else _dumped(value)
+    return _BLANKS.sub(" ", value) if isinstance(value, str) else _dumped(value)
 
 
 def _dumped(value: Any) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from datetime import date, datetime
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.files import part_of, refused
+from consumer_sdk.commands.files import part_of, refused, unfit
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire import oids
+from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.jsonb import jsonb_text
 
 if TYPE_CHECKING:
@@ -60,7 +61,10 @@ class ParquetFile:
 
         arrays = []
         for name, kind, convert in self._columns:
-            values = [row.get(name) for row in rows]
+            try:
+                values = [row[name] for row in rows]
+            except KeyError as error:
+                raise unfit(rows) from error
             try:
                 if convert is not None:
                     values = [
@@ -68,7 +72,7 @@ class ParquetFile:
                         for index, value in enumerate(values)
                     ]
                 arrays.append(pa.array(values, type=kind))
-            except (pa.ArrowException, ValueError, TypeError, InvalidOperation) as error:
+            except (pa.ArrowException, *MISFITS) as error:
                 raise UsageError(
                     f"column {name!r} holds a value that Parquet's {kind} cannot; "
                     "write .jsonl or .csv instead"
@@ -127,7 +131,7 @@ def _scalar(column: Column, family: str, oid: int) -> tuple[Any, _Converter | No
             digits, scale = column.numeric_precision, column.numeric_scale
             if digits is None or scale is None or digits > _LARGEST_PRECISION:
                 return pa.string(), None
-            if 0 <= scale <= digits:
+            if 0 <= scale <= digits > 0:
                 return pa.decimal128(digits, scale), lambda text, _: Decimal(text)
     return pa.string(), None
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.options import add_shared_options, open_client
-from consumer_sdk.commands.terminal import Paint, columns, printable
+from consumer_sdk.commands.terminal import Paint, columns, printable, steady
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -41,13 +41,14 @@ async def show_schema(arguments: argparse.Namespace) -> int:
     async with open_client(arguments) as client:
         schema = await client.schema(arguments.table)
     if arguments.json:
-        print(json.dumps(schema.to_document(), ensure_ascii=False))
+        print(steady(json.dumps(schema.to_document(), ensure_ascii=False)))
         return 0
     paint = Paint(sys.stdout)
     name = printable(format_table_name(schema.schema, schema.table))
-    print(f"{paint('bold', name)}  version {schema.schema_version}  source {schema.source}")
+    source = printable(schema.source)
+    print(f"{paint('bold', name)}  version {schema.schema_version}  source {source}")
     key = ", ".join(map(printable, schema.primary_key)) or "none"
-    print(f"primary key {key}; replica identity {schema.replica_identity}; "
+    print(f"primary key {key}; replica identity {printable(schema.replica_identity)}; "
           f"as of {format_lsn(schema.lsn)}")  # fmt: skip
     rows = [("column", "type", "null", "default", "identity")]
     rows += [
@@ -70,7 +71,7 @@ async def show_tables(arguments: argparse.Namespace) -> int:
         schemas = await client.tables()
     if arguments.json:
         for schema in schemas:
-            print(json.dumps(schema.to_document(), ensure_ascii=False))
+            print(steady(json.dumps(schema.to_document(), ensure_ascii=False)))
     elif schemas:
         rows = [("table", "version", "columns", "row key", "source")]
         rows += [_row(schema) for schema in schemas]
@@ -88,7 +89,7 @@ def _row(schema: TableSchema) -> tuple[str, str, str, str, str]:
         str(schema.schema_version),
         str(len(schema.columns)),
         "all columns" if keyless else ", ".join(map(printable, schema.row_key)) or "none",
-        schema.source,
+        printable(schema.source),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.files import open_writer
 from consumer_sdk.commands.options import add_shared_options, open_client, seconds
-from consumer_sdk.commands.terminal import ProgressBar, printable
+from consumer_sdk.commands.terminal import ProgressBar, printable, steady
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.column_types import Column
 from consumer_sdk.wire.lsn import format_lsn
@@ -102,7 +102,7 @@ def _column_names(listed: str | None) -> list[str] | None:
 def _summary(snapshot: Snapshot, arguments: argparse.Namespace) -> str:
     meta = snapshot.meta
     if arguments.json:
-        return json.dumps(
+        document = json.dumps(
             {
                 "snapshot_id": meta.snapshot_id,
                 "schema": meta.schema,
@@ -118,9 +118,10 @@ def _summary(snapshot: Snapshot, arguments: argparse.Namespace) -> str:
             },
             ensure_ascii=False,
         )
+        return steady(document)
     table = printable(format_table_name(meta.schema, meta.table))
     where = f" in {arguments.out}" if arguments.out not in (None, "-") else ""
-    return (
+    return printable(
         f"{table}: {meta.row_count:,} rows{where}, verified; snapshot {meta.snapshot_id} at "
         f"{format_lsn(meta.snapshot_lsn)}, {'reused' if snapshot.reused else 'new'}"
     )

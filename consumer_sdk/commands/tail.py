@@ -10,13 +10,16 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.options import add_shared_options, count, open_client
-from consumer_sdk.commands.terminal import Paint, printable, reader_left
+from consumer_sdk.commands.terminal import Paint, printable, reader_left, steady
+from consumer_sdk.errors import CorruptData
 from consumer_sdk.wire.envelope import to_json_value
+from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
     from consumer_sdk.changes import ChangeFeed
     from consumer_sdk.client import Client
@@ -76,7 +79,7 @@ async def _print_changes(arguments: argparse.Namespace) -> int:
         tables = [await _checked(client, table) for table in arguments.tables] or None
         async with aclosing(_batches(client, tables, arguments.from_start)) as batches:
             async for batch in batches:
-                lines = [write(stored) for stored in batch if _is_shown(stored.event)]
+                lines = [_line(write, stored) for stored in batch if _is_shown(stored.event)]
                 if left is not None:
                     lines = lines[:left]
                     left -= len(lines)
@@ -114,6 +117,15 @@ def _is_shown(event: Event) -> bool:
     return event.operation != "COMMIT"
 
 
+def _line(write: Callable[[Stored], str], stored: Stored) -> str:
+    try:
+        return write(stored)
+    except MISFITS as error:
+        raise CorruptData(
+            f"message {stored.stream_seq} of the change stream holds a value that cannot be shown"
+        ) from error
+
+
 def _json_line(stored: Stored) -> str:
     event = stored.event
     document: dict[str, Any] = {
@@ -141,7 +153,7 @@ def _json_line(stored: Stored) -> str:
             document[key] = list(names)
     if event.last:
         document["last"] = True
-    return json.dumps(to_json_value(document), ensure_ascii=False, separators=(",", ":"))
+    return steady(json.dumps(to_json_value(document), ensure_ascii=False, separators=(",", ":")))
 
 
 def _text_line(paint: Paint) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import select
 import shutil
 import sys
@@ -22,6 +23,10 @@ _CODES: Final = {
     "dim": "2",
     "bold": "1",
 }
+# What JSON may hold unescaped: DEL, C1, line separators, directions of writing, half pairs.
+_STEERING: Final = re.compile(
+    "[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _REDRAW_SECONDS: Final = 0.1
 _LOOK_SECONDS: Final = 0.25
 
@@ -78,6 +83,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def steady(text: str) -> str:
+    """JSON text that cannot steer a terminal and is the same JSON; line ends stay."""
+    return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _escape(char: str) -> str:

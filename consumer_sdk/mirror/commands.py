@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.options import add_shared_options, open_client, seconds
-from consumer_sdk.commands.terminal import is_terminal, printable
+from consumer_sdk.commands.terminal import is_terminal, printable, steady
 from consumer_sdk.errors import UsageError
 from consumer_sdk.mirror.runner import Mirror
 from consumer_sdk.mirror.table_side import require_conninfo
@@ -115,7 +115,7 @@ async def run_verify(arguments: argparse.Namespace) -> int:
     """Compare as the arguments say."""
 
     def waiting(reason: str) -> None:
-        print(f"cdc: {reason}", file=sys.stderr)
+        print(f"cdc: {printable(reason)}", file=sys.stderr)
 
     require_conninfo(arguments.source)
     split_url(arguments.replica)
@@ -129,7 +129,8 @@ async def run_verify(arguments: argparse.Namespace) -> int:
             on_wait=waiting,
         )
     if arguments.json:
-        lines = [json.dumps([_document(report) for report in reports], ensure_ascii=False)]
+        documents = [_document(report) for report in reports]
+        lines = [steady(json.dumps(documents, ensure_ascii=False))]
     else:
         lines = [line for report in reports for line in _lines(report)]
     # The exit code is the answer, also for whoever does not read all of it.
@@ -241,7 +242,7 @@ class Screen:
         """Print where the mirror ended."""
         tables = "1 table" if status.tables == 1 else f"{status.tables} tables"
         where = ", ".join(
-            f"{source} at {format_lsn(position.commit_lsn)}"
+            f"{printable(source)} at {format_lsn(position.commit_lsn)}"
             for source, position in sorted(status.positions.items())
         )
         print(
