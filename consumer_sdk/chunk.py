@@ -22,7 +22,7 @@ from consumer_sdk.wire.envelope import (
     WIRE_VERSION,
     decode_payload,
 )
-from consumer_sdk.wire.errors import DictionaryMissing, WireError, WireVersionError
+from consumer_sdk.wire.errors import MISFITS, DictionaryMissing, WireError, WireVersionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +65,7 @@ class ChunkReader:
     def __init__(self, client: Client, meta: SnapshotMeta) -> None:
         self._client = client
         self._meta = meta
-        self._columns = [Column.from_document(one) for one in meta.columns if isinstance(one, dict)]
+        self._columns = [Column.from_document(one) for one in meta.columns]
         self._dictionaries = LoadedDictionaries()
 
     async def decode(self, number: int, frame: Frame) -> ChunkRows:
@@ -137,6 +137,12 @@ class ChunkReader:
     def _arrow_rows(self, number: int, stream: bytes) -> ChunkRows:
         batch, document = read_arrow(stream)
         self._check(number, document)
+        try:
+            return self._rows_of(number, batch, document)
+        except MISFITS as error:
+            raise WireError(f"damaged Arrow chunk: {error!r}") from error
+
+    def _rows_of(self, number: int, batch: Any, document: dict[str, Any]) -> ChunkRows:
         odd = document.get("odd") or {}
         columns = {column.name: column for column in self._columns}
         values: dict[str, list[Any]] = {}
@@ -170,7 +176,7 @@ def read_arrow(stream: bytes) -> tuple[Any, dict[str, Any]]:
         with pa.ipc.open_stream(stream) as reader:
             document = json.loads((reader.schema.metadata or {})[b"cdc"])
             batch = reader.read_next_batch()
-    except (pa.ArrowException, KeyError, StopIteration, ValueError, OSError) as error:
+    except (pa.ArrowException, StopIteration, OSError, *MISFITS) as error:
         raise WireError(f"damaged Arrow chunk: {error!r}") from error
     if not isinstance(document, dict):
         raise WireError("damaged Arrow chunk: its fields are not a map")
@@ -191,7 +197,7 @@ def _raw_rows(document: dict[str, Any]) -> dict[int, tuple[str, ...]]:
     raw = document.get("raw") or {}
     try:
         return {int(index): tuple(map(str, names)) for index, names in raw.items()}
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+    except MISFITS as error:
         raise WireError("damaged message: raw is not a map of names by row") from error
 
 

@@ -26,7 +26,14 @@ from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import (
+        AsyncGenerator,
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Mapping,
+        Sequence,
+    )
 
     from nats.js import JetStreamContext
 
@@ -102,6 +109,8 @@ class Client:
             ),
         ]
         found = [decode_progress(frame) for frame in frames if frame is not None and frame.payload]
+        if any(one.source != source for one in found):
+            raise CorruptData(f"progress message of source {source}: it is one of another source")
         return max(found, key=lambda one: (one.epoch, one.lsn), default=None)
 
     # snapshots
@@ -304,11 +313,16 @@ class Client:
 
     def decoder(self) -> EventDecoder:
         """A decoder that fetches dictionaries, wide rows and schemas over this connection."""
+        return self._decoder(self._schema_of_version)
+
+    def _decoder(
+        self, fetch_schema: Callable[[str, int], Awaitable[TableSchema | None]]
+    ) -> EventDecoder:
         return EventDecoder(
             self.subjects,
             fetch_dictionary=self.dictionary,
             fetch_object=self.fetch_object,
-            fetch_schema=self._schema_of_version,
+            fetch_schema=fetch_schema,
         )
 
     async def _schema_of_version(self, token: str, version: int) -> TableSchema | None:
@@ -316,9 +330,11 @@ class Client:
         newest = await self._schemas.find(token)
         if newest is not None and newest.schema_version == version:
             return newest
+        # A row among the schemas must not have its own schema looked up in turn.
+        decoder = self._decoder(_no_schema)
         request = {"seq": 1, "next_by_subj": self.subjects.change(token, "schema")}
         while frame := await get_message(self.nc, self.subjects.cdc_stream, request):
-            for stored in await self.decoder().decode([frame]):
+            for stored in await decoder.decode([frame]):
                 try:
                     schema = TableSchema.from_document(stored.event.document or {})
                 except WireError as error:
@@ -330,7 +346,7 @@ class Client:
 
     async def fetch_object(self, ref: dict[str, Any]) -> bytes:
         """The content of a row kept outside its message, verified."""
-        return await fetch_object(self.js, self.subjects.objects_bucket, ref)
+        return await fetch_object(self.nc, self.subjects.objects_bucket, ref)
 
     async def dictionary(self, dictionary_id: str) -> bytes:
         """A zstd dictionary by its id; kept for the life of the client."""
@@ -351,3 +367,7 @@ class Client:
         content = entry.value or b""
         self._dictionaries[dictionary_id] = content
         return content
+
+
+async def _no_schema(_token: str, _version: int) -> TableSchema | None:
+    return None

@@ -52,7 +52,11 @@ def read_schema(key: str, value: bytes) -> TableSchema:
     """Decode a schema document of the bucket, MessagePack or JSON."""
     headers = {"Content-Type": JSON} if value[:1] == b"{" else None
     try:
-        return TableSchema.from_document(decode_payload(headers, value))
+        schema = TableSchema.from_document(decode_payload(headers, value))
+        token = table_token(schema.schema, schema.table)
+        if token != key:
+            raise WireError(f"it is one of table {token}")
+        return schema
     except WireVersionError as error:
         raise VersionTooNew(f"schema {key}: {error}") from error
     except WireError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.chunk import ChunkReader, ChunkRows
@@ -13,8 +14,9 @@ from consumer_sdk.decoder import parse_headers
 from consumer_sdk.errors import CorruptData, GapError, NotAvailable, SnapshotFailed
 from consumer_sdk.pull import PullConsumer
 from consumer_sdk.stream import Frame, get_message, stream_bounds
-from consumer_sdk.wire.envelope import CHUNK_SHA256, decode_payload
-from consumer_sdk.wire.errors import WireError
+from consumer_sdk.wire.column_types import Column
+from consumer_sdk.wire.envelope import CHUNK_SHA256, decode_payload, unsigned
+from consumer_sdk.wire.errors import MISFITS, WireError
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
@@ -60,30 +62,37 @@ class SnapshotMeta:
             return cls(
                 snapshot_id=str(document["snapshot_id"]),
                 source=str(document["source"]),
-                epoch=int(document["epoch"]),
+                epoch=unsigned(document, "epoch"),
                 table=str(document["table"]),
                 schema=str(document["schema"]),
-                snapshot_lsn=int(document["lsn"]),
+                snapshot_lsn=unsigned(document, "lsn"),
                 timestamp=int(document["timestamp"]),
-                batch_count=int(document["batch_count"]),
-                row_count=int(document["row_count"]),
-                schema_version=int(document["schema_version"]),
-                columns=tuple(document["columns"]),
+                batch_count=unsigned(document, "batch_count"),
+                row_count=unsigned(document, "row_count"),
+                schema_version=unsigned(document, "schema_version"),
+                columns=_columns(document["columns"]),
                 options=dict(document["options"] or {}),
                 format=str(document["format"]),
                 stream=str(document["stream"]),
                 stream_created=int(document["stream_created"]),
-                cdc_seq=int(document["cdc_seq"]),
+                cdc_seq=unsigned(document, "cdc_seq"),
                 checksum=str(document["checksum"]),
                 relation_id=int(document.get("relation_id", 0)),
             )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (WireError, *MISFITS) as error:
             raise CorruptData(f"damaged snapshot meta: {error!r}") from error
 
     @property
     def token(self) -> str:
         """The table as it stands in subjects."""
         return table_token(self.schema, self.table)
+
+
+def _columns(documents: list[Any]) -> tuple[Any, ...]:
+    """The columns as published, each of them readable."""
+    for one in documents:
+        Column.from_document(one)
+    return tuple(documents)
 
 
 class Snapshot:
@@ -124,8 +133,8 @@ class Snapshot:
 
     async def raw_chunks(self) -> AsyncGenerator[tuple[int, str, Frame], None]:
         """Every chunk once as (number, sha256, frame), verified, not decoded, as stored."""
-        missing = set(range(self.meta.batch_count))
-        if not missing:
+        seen: set[int] = set()
+        if not self.meta.batch_count:
             return
         subjects = self._client.subjects
         consumer = PullConsumer(
@@ -137,19 +146,19 @@ class Snapshot:
             window=32,
         )
         try:
-            while missing:
+            while len(seen) < self.meta.batch_count:
                 frames = await consumer.take(8, wait=1.0)
                 if not frames and consumer.caught_up:
                     # In a cluster the consumer may live with a replica that lags: ask the leader.
-                    await self.raw_chunk(min(missing))
+                    await self.raw_chunk(_first_missing(seen))
                 for frame in frames:
                     number, digest = self._verify(frame)
-                    if number in missing:
-                        missing.discard(number)
+                    if number not in seen:
+                        seen.add(number)
                         yield number, digest, frame
         except GapError as error:
             # Of the stream of snapshots: the changes are all there.
-            raise self._no_longer_stored(min(missing)) from error
+            raise self._no_longer_stored(_first_missing(seen)) from error
         finally:
             await consumer.close()
 
@@ -188,6 +197,10 @@ class Snapshot:
         return f"snapshot {self.meta.snapshot_id} of {table}"
 
 
+def _first_missing(seen: set[int]) -> int:
+    return next(number for number in count() if number not in seen)
+
+
 async def read_meta(client: Client, token: str) -> SnapshotMeta | None:
     """The newest meta of a table that INIT holds, None if there is none."""
     subjects = client.subjects
@@ -198,13 +211,16 @@ async def read_meta(client: Client, token: str) -> SnapshotMeta | None:
 
 
 def decode_meta(frame: Frame) -> SnapshotMeta:
-    """The meta in a stored message."""
+    """The meta in a stored message; it must be of the table that the subject names."""
     try:
-        return SnapshotMeta.from_document(
+        meta = SnapshotMeta.from_document(
             decode_payload(parse_headers(frame.headers), frame.payload)
         )
     except WireError as error:
         raise CorruptData(f"damaged snapshot meta: {error}") from error
+    if frame.subject.decode("utf-8", "replace").partition("init.meta.")[2] != meta.token:
+        raise CorruptData(f"damaged snapshot meta: it is one of table {meta.token}")
+    return meta
 
 
 async def is_reusable(client: Client, meta: SnapshotMeta, options: dict[str, Any]) -> bool:
