@@ -13,8 +13,15 @@ import pyarrow.compute as pc
 
 from consumer_sdk.decoder import restore_row
 from consumer_sdk.errors import CorruptData, GapError, VersionTooNew
-from consumer_sdk.wire.envelope import CONTENT_TYPE, JSON, MSGPACK, WIRE_VERSION, decode_payload
-from consumer_sdk.wire.errors import WireError, WireVersionError
+from consumer_sdk.wire.envelope import (
+    CONTENT_TYPE,
+    JSON,
+    MSGPACK,
+    WIRE_VERSION,
+    decode_payload,
+    unsigned,
+)
+from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
 from consumer_sdk.wire.jsonb import jsonb_text
 from spark_consumer.change_columns import (
     COMMIT_LSN,
@@ -139,6 +146,12 @@ class ChangeDecoder:
         """Decode one message; batches come out when enough rows are there."""
         if stream_seq <= self._position.stream_seq:
             return
+        try:
+            yield from self._add(stream_seq, kind, payload)
+        except (WireError, pa.ArrowException, *MISFITS) as error:
+            raise _damaged(stream_seq, repr(error)[:200]) from error
+
+    def _add(self, stream_seq: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:
         document = _document(stream_seq, kind, payload)
         commit_lsn = document["lsn"]
         if document["epoch"] != self._position.epoch:
@@ -148,7 +161,9 @@ class ChangeDecoder:
         if commit_lsn <= self._position.commit_lsn:
             return
         operation = document["operation"]
-        seq = document.get("seq", 0)
+        seq = unsigned(document, "seq", 0)
+        if (commit_lsn | seq) >> 63:
+            raise _damaged(stream_seq, "a position beyond what a long holds")
         if operation == "TRUNCATE":
             self._take(commit_lsn, seq, "truncate", {}, None, None)
             return
@@ -182,6 +197,9 @@ class ChangeDecoder:
             raise _damaged(stream_seq, "a row change without a row")
         raw = holder.get("raw") or ()
         unchanged = holder.get("unchanged")
+        left_out = len(unchanged) if unchanged else 0
+        if operation != "delete" and len(row) + left_out < len(projection.schema.columns):
+            raise _damaged(stream_seq, f"a row of {self._shape.name} lacks columns")
         try:
             if kind == JSON:
                 restore_row(row, raw, projection.schema)
@@ -299,7 +317,7 @@ def _document(stream_seq: int, kind: str, payload: bytes) -> Row:
             raise WireError("no epoch")
     except WireVersionError as error:
         raise VersionTooNew(f"message {stream_seq} of the change stream: {error}") from error
-    except (WireError, ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+    except (WireError, *MISFITS, msgpack.UnpackException) as error:
         raise _damaged(stream_seq, repr(error)) from error
     return document
 

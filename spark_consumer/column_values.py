@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import pyarrow as pa
 
 from consumer_sdk.errors import CorruptData
+from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.jsonb import jsonb_text
 from spark_consumer.errors import UnrepresentableError
 
@@ -72,7 +73,12 @@ class ColumnWriter:
             quick = None
         if quick is not None:
             return quick, None
-        return self._slow(values, describe)
+        try:
+            return self._slow(values, describe)
+        except (pa.ArrowException, *MISFITS) as error:
+            raise CorruptData(
+                f"table {self._table}, column {self._name}: not a value where {self.type} is due"
+            ) from error
 
     def _slow(
         self, values: Sequence[Any], describe: Callable[[int], str]

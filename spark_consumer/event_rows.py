@@ -18,7 +18,7 @@ from consumer_sdk.wire.envelope import (
     events_of,
     to_json_value,
 )
-from consumer_sdk.wire.errors import WireError
+from consumer_sdk.wire.errors import MISFITS, WireError
 from consumer_sdk.wire.jsonb import jsonb_text
 from spark_consumer.column_values import ColumnWriter
 from spark_consumer.table_shape import TEXT_SUFFIX, shape_of
@@ -111,9 +111,12 @@ def typed_batches(
                     restore_row(row, event.raw, schema)
             except WireError as error:
                 raise _damaged(stream_seq, error) from error
-            for name in texts:
-                if name not in event.raw and row.get(name) is not None:
-                    row[name] = jsonb_text(row[name])
+            try:
+                for name in texts:
+                    if name not in event.raw and row.get(name) is not None:
+                        row[name] = jsonb_text(row[name])
+            except MISFITS as error:
+                raise _damaged(stream_seq, error) from error
             found.append((stream_seq, event))
             rows.append(row)
         if rows:
@@ -156,11 +159,18 @@ def _events(batch: pa.RecordBatch) -> Iterator[tuple[int, Event, str]]:
         except WireError as error:
             raise _damaged(stream_seq, error) from error
         for event in events:
+            numbers = event.epoch | event.commit_lsn | event.seq | event.xid | event.schema_version
+            if numbers >> 63:
+                raise _damaged(stream_seq, WireError("a number is beyond what a long holds"))
             yield stream_seq, event, kind
 
 
 def _envelope(stream_seq: int, event: Event) -> tuple[Any, ...]:
     data = event.document if event.operation == "SCHEMA" else event.data
+    try:
+        texts = _json(data), _json(event.old)
+    except MISFITS as error:
+        raise _damaged(stream_seq, error) from error
     return (
         stream_seq,
         event.source,
@@ -174,8 +184,7 @@ def _envelope(stream_seq: int, event: Event) -> tuple[Any, ...]:
         event.ts,
         event.schema_version,
         event.last,
-        _json(data),
-        _json(event.old),
+        *texts,
         list(event.unchanged) or None,
     )
 
@@ -184,5 +193,5 @@ def _json(value: Any) -> str | None:
     return None if value is None else json.dumps(to_json_value(value), ensure_ascii=False)
 
 
-def _damaged(stream_seq: int, error: WireError) -> CorruptData:
+def _damaged(stream_seq: int, error: Exception) -> CorruptData:
     return CorruptData(f"message {stream_seq} of the change stream: {error}")

@@ -18,7 +18,7 @@ from consumer_sdk.wire.envelope import (
     CONTENT_TYPE,
     DICTIONARY,
 )
-from consumer_sdk.wire.errors import WireError
+from consumer_sdk.wire.errors import MISFITS, WireError
 from consumer_sdk.wire.jsonb import jsonb_text
 from spark_consumer.column_values import ColumnWriter, wire_text
 from spark_consumer.nats_thread import NatsThread
@@ -64,15 +64,21 @@ class ChunkDecoder:
 
     def from_rows(self, chunk: ChunkRows) -> pa.RecordBatch:
         """A batch from rows."""
-        for index, row in enumerate(chunk):
-            raw = chunk.raw(index)
-            for name in self._json:
-                if name not in raw and row.get(name) is not None:
-                    row[name] = jsonb_text(row[name])
         arrays: dict[str, pa.Array] = {}
+        try:
+            for index, row in enumerate(chunk):
+                raw = chunk.raw(index)
+                for name in self._json:
+                    if name not in raw and row[name] is not None:
+                        row[name] = jsonb_text(row[name])
+            columns = {name: [row[name] for row in chunk] for name in self._writers}
+        except MISFITS as error:
+            raise CorruptData(
+                f"a chunk of table {self._shape.name} does not have its columns: {error!r}"
+            ) from error
         for name, writer in self._writers.items():
             arrays[name], texts = writer.write(
-                [row.get(name) for row in chunk],
+                columns[name],
                 lambda index: self._describe(chunk[index]),
             )
             if texts is not None:
@@ -163,4 +169,7 @@ def _arrow_batch(
         raise CorruptData(f"chunk {number}: {error}") from error
     if document.get("snapshot_id") != meta.snapshot_id or document.get("chunk") != number:
         raise CorruptData(f"chunk {number} of snapshot {meta.snapshot_id} is another one")
-    return decoder.from_arrow(batch, document.get("odd") or {})
+    try:
+        return decoder.from_arrow(batch, document.get("odd") or {})
+    except (pa.ArrowException, *MISFITS) as error:
+        raise CorruptData(f"chunk {number}: damaged Arrow chunk: {error!r}") from error
