@@ -23,8 +23,9 @@ from nats.js.errors import (
 )
 
 from bridge.publish.outgoing import Outgoing
+from bridge.publish.record import Record
 from consumer_sdk.wire.envelope import JSON, MSGPACK, decode_payload, encode
-from consumer_sdk.wire.errors import WireError
+from consumer_sdk.wire.errors import MISFITS, WireError
 
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue
@@ -49,8 +50,10 @@ async def _load(bucket: KeyValue, source: str) -> tuple[int, Document | None]:
     value, revision = entry.value or b"", entry.revision or 0
     try:
         document = decode_payload({"Content-Type": JSON} if value[:1] == b"{" else None, value)
-        int(document["epoch"]), int(document["lsn"]), int(document["stream_seq"])
-    except (WireError, KeyError, TypeError, ValueError, OverflowError):
+        if any(type(document[key]) is not int for key in ("epoch", "lsn", "stream_seq")):
+            raise WireError("not a progress record")
+        Record().note_progress(document)
+    except (WireError, *MISFITS):
         return revision, None
     return revision, document
 

@@ -26,6 +26,7 @@ from bridge.schemas.coverage import (
     unlogged_changes,
 )
 from bridge.telemetry.logs import event
+from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.lsn import parse_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -75,7 +76,7 @@ async def load_coverage(
         if document["publication"] != publication:
             for covered in coverage.values():
                 covered.publication = 0
-    except (KeyNotFoundError, ValueError, TypeError, KeyError, AttributeError, zlib.error):
+    except (KeyNotFoundError, zlib.error, *MISFITS):
         return None
     return coverage
 

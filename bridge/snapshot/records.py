@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import nats.js.errors
 
+from consumer_sdk.wire.errors import MISFITS
+
 if TYPE_CHECKING:
     from nats.js.client import JetStreamContext
     from nats.js.kv import KeyValue
@@ -85,7 +87,7 @@ class Records:
                             value["is_complete"] is True,
                         )
                     )
-            except (nats.js.errors.KeyNotFoundError, ValueError, KeyError, TypeError):
+            except (nats.js.errors.KeyNotFoundError, *MISFITS):
                 continue
         return found
 

@@ -15,6 +15,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import settings
 
+from bridge.publish.progress import load_progress
+from bridge.publish.record import Record
+from bridge.schemas.coverage_watch import load_coverage
+from bridge.schemas.store import read_document
+from bridge.snapshot.records import Records
 from consumer_sdk.chunk import ChunkReader
 from consumer_sdk.commands import schemas, tail
 from consumer_sdk.commands.files import open_writer
@@ -229,11 +234,11 @@ def test_a_change_to_be_verified_may_be_spoilt_anywhere(tmp_path: Path) -> None:
 def test_a_schema_may_be_spoilt_anywhere(
     as_json: bool, replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Bucket:
+    class Schemas:
         def __init__(self, schema: TableSchema) -> None:
             self._schema = schema
 
-        async def __aenter__(self) -> Bucket:
+        async def __aenter__(self) -> Schemas:
             return self
 
         async def __aexit__(self, *_: object) -> None:
@@ -247,7 +252,7 @@ def test_a_schema_may_be_spoilt_anywhere(
 
     def read(payload: bytes) -> None:
         schema = read_schema("users", payload)
-        monkeypatch.setattr(schemas, "open_client", lambda _: Bucket(schema))
+        monkeypatch.setattr(schemas, "open_client", lambda _: Schemas(schema))
         for show in (schemas.show_schema, schemas.show_tables):
             for json in (False, True):
                 with redirect_stdout(io.StringIO()) as shown:
@@ -307,3 +312,45 @@ def test_a_snapshot_may_be_spoilt_anywhere(as_json: bool, replica: Replica, tmp_
         spark.from_rows(chunk)
 
     _each(valid.chunk(as_json=as_json), as_json, read, "chunk")
+
+
+class Bucket:
+    """A KV bucket in which every key holds the same."""
+
+    def __init__(self, value: bytes) -> None:
+        self.value = value
+        self.revision = 1
+
+    async def get(self, _key: str) -> Bucket:
+        return self
+
+
+@encodings
+def test_what_a_bridge_keeps_in_kv_may_be_spoilt_anywhere(as_json: bool) -> None:
+    position = {"lsn": 5, "seq": 0, "ordinal": 0, "ts": 1}
+
+    def read(payload: bytes) -> None:
+        bucket: Any = Bucket(payload)
+        read_document(payload)
+        found = _complete(load_progress(bucket, "shop"))
+        if found is not None:
+            record = Record()
+            for _ in range(2):
+                record.note_progress(found)
+            assert record.recorded_lsn >= 0
+
+    _each({**valid.PROGRESS, "position": position}, as_json, read, "progress")
+    _each(valid.SCHEMA, as_json, read, "schema")
+
+
+@pytest.mark.parametrize("value", [b"[" * 100_000, b"{" * 100_000, b'{"epoch":1,"tables":[]}', b""])
+def test_what_a_bridge_remembers_may_be_anything(value: bytes) -> None:
+    bucket: Any = Bucket(value)
+    assert _complete(load_coverage(bucket, "shop", 1, "pub")) is None
+    records = Records(None, bucket, "bridge", "shop")  # type: ignore[arg-type]
+    records._keys = _one_key  # type: ignore[method-assign]
+    assert _complete(records.all()) == []
+
+
+async def _one_key() -> list[str]:
+    return ["snapshot.1"]
