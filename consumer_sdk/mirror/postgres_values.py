@@ -23,6 +23,7 @@ _NAMES_OF_THINGS: Final = frozenset(
 
 # Where text tells values apart that PostgreSQL's = does not (1.0 and 1.00), or where there is no =.
 _COMPARED_AS_TEXT: Final = frozenset({"numeric", "interval", "json", "jsonb", "other"})
+_BOOLEANS: Final = {True: "true", False: "false"}
 _BARE_ELEMENT: Final = re.compile(r'[^\s{}",\\]+\Z')
 
 
@@ -45,7 +46,7 @@ def is_compared_as_text(column: Column) -> bool:
 
 
 def _bool(value: Any, raw: bool) -> str:  # noqa: ARG001
-    return "true" if value else "false"
+    return _BOOLEANS[value]
 
 
 def _int(value: Any, raw: bool) -> str:  # noqa: ARG001

@@ -10,6 +10,7 @@ from consumer_sdk.errors import CorruptData
 from consumer_sdk.mirror import postgres_values, sqlite_values
 from consumer_sdk.mirror.canonical import Spelling
 from consumer_sdk.wire import oids
+from consumer_sdk.wire.errors import MISFITS
 from tests.mirror_model import column
 
 INT4_ARRAY, TEXT_ARRAY, BYTEA_ARRAY, JSONB_ARRAY, FLOAT8_ARRAY, NUMERIC_ARRAY = (
@@ -99,3 +100,12 @@ def test_null_stays_null() -> None:
     assert spelling.from_text(None) is None
     assert spelling.from_wire(None, False) is None
     assert spelling.from_sqlite(None) is None
+
+
+@pytest.mark.parametrize("value", ["false", "", None, [], {}, 2, b"\x00"])
+def test_only_a_boolean_is_written_as_one(value: Any) -> None:
+    encode = postgres_values.encoder(column("flag", 1, oids.BOOL))
+    assert encode is not None
+    assert (encode(True, False), encode(False, False)) == ("true", "false")
+    with pytest.raises(MISFITS):
+        encode(value, False)
