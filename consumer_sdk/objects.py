@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from consumer_sdk.connection import LogConnection
 
 LARGEST_OBJECT_BYTES = 4 * 1024**3
-STALL_SECONDS = 10.0
+LOOK_SECONDS = 1.0
 WINDOW = 32
 _NUID = re.compile(r"[A-Za-z0-9]+\Z")
 
@@ -63,7 +63,7 @@ async def _content_id(nc: LogConnection, bucket: str, name: str, size: int) -> s
 
 
 async def _content(nc: LogConnection, bucket: str, name: str, nuid: str, size: int) -> bytearray:
-    """The pieces in order, as far as they are wanted; those of an object may be missing."""
+    """The pieces in order, as far as they are wanted; NATS is waited for, missing ones are not."""
     content = bytearray()
     consumer = PullConsumer(
         nc,
@@ -75,9 +75,9 @@ async def _content(nc: LogConnection, bucket: str, name: str, nuid: str, size: i
     )
     try:
         while len(content) < size:
-            # A replica that lags has them soon.
-            frames = await consumer.take(WINDOW, wait=STALL_SECONDS)
-            if not frames:
+            frames = await consumer.take(WINDOW, wait=LOOK_SECONDS)
+            # Caught up means that the leader of the stream has no more of them.
+            if not frames and consumer.caught_up:
                 raise CorruptData(f"object {name} has {len(content)} of its {size} bytes")
             for frame in frames:
                 content += frame.payload

@@ -65,7 +65,7 @@ def read_row_message(payload: bytes) -> list[Event] | None:
         return None
     if (
         m.v != WIRE_VERSION
-        or (0xFF in payload and may_hold_times(payload))
+        or may_hold_times(payload)
         or m.operation not in ROW_OPERATIONS
         # Not zero if any of them is negative.
         or (m.epoch | m.lsn | m.seq | m.xid | m.schema_version | m.relation_id | m.end_lsn) >> 64

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from consumer_sdk import objects
 from consumer_sdk.errors import CorruptData, SnapshotFailed
 from consumer_sdk.wire.envelope import encode
 
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
     from bridge.demo.servers import NatsServer
     from consumer_sdk.client import Client
     from tests.fixtures.publisher import Publisher
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "STALL_SECONDS", 0.5)
 
 
 async def _describe(publisher: Publisher, name: str, description: bytes) -> None:
