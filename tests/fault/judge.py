@@ -14,10 +14,9 @@ from psycopg import sql
 from tests.fault.stream_oracle import (
     StreamHistory,
     check_confirmed,
-    load_dictionaries,
     primary_key,
-    read_stream,
 )
+from tests.fault.stream_reader import load_dictionaries, read_stream
 from tests.fault.workload import ACCOUNTS, OPENING_BALANCE, ledger_of
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.waiting import eventually

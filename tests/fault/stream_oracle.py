@@ -7,101 +7,23 @@ follows the schema message of its version, and a progress record is never ahead 
 
 from __future__ import annotations
 
-import asyncio
-import json
-import secrets
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from nats.errors import NoRespondersError
-from nats.js.errors import (
-    BucketNotFoundError,
-    InvalidKeyError,
-    KeyNotFoundError,
-    ServiceUnavailableError,
-)
 from psycopg import sql
 
 from consumer_sdk.wire import Event, Subjects, decode_payload, read_events
-from consumer_sdk.wire.envelope import DICTIONARY
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.lsn import format_lsn
-from tests.fixtures.stored import StoredMessage
+from tests.fault.stream_reader import load_dictionaries, read_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from nats.aio.client import Client
-    from nats.aio.msg import Msg
 
-ROWS = frozenset({"INSERT", "UPDATE", "DELETE", "TRUNCATE"})
-READ_TIMEOUT_SECONDS = 30
-READ_ATTEMPTS = 10
-LEADERLESS = (TimeoutError, NoRespondersError, ServiceUnavailableError)
-"""What a cluster that elects a leader does with a request; nats-py's timeout is a TimeoutError."""
-
-
-async def read_stream(client: Client, stream: str, start: int = 1) -> list[StoredMessage]:
-    """Every message the stream holds now, in order."""
-    found: list[StoredMessage] = []
-    for _ in range(READ_ATTEMPTS):
-        with suppress(*LEADERLESS):
-            if await _read_on(client, stream, found, start):
-                return found
-        await asyncio.sleep(1)
-        start = found[-1].sequence + 1 if found else start
-    raise AssertionError(f"stream {stream} cannot be read beyond {start}")
-
-
-async def _read_on(client: Client, stream: str, found: list[StoredMessage], start: int) -> bool:
-    """Add what there is from `start` on; False where a cluster has lost the request."""
-    name = f"oracle-{secrets.token_hex(6)}"
-    request = {
-        "stream_name": stream,
-        "config": {
-            "name": name, "ack_policy": "none", "deliver_policy": "by_start_sequence",
-            "opt_start_seq": start, "inactive_threshold": int(60e9), "mem_storage": True,
-        },
-    }  # fmt: skip
-    answer = await client.request(
-        f"$JS.API.CONSUMER.CREATE.{stream}.{name}", json.dumps(request).encode(), timeout=10
-    )
-    created = json.loads(answer.data)
-    if "error" in created:
-        if created["error"].get("err_code") == 10059:
-            return True
-        if created["error"].get("code") == 503:
-            return False
-        raise AssertionError(created["error"])
-    total = len(found) + int(created["num_pending"])
-    complete = asyncio.Event()
-
-    async def take(message: Msg) -> None:
-        if message.reply:
-            sequence = int(message.reply.split(".")[-4])
-            headers = dict(message.headers or {})
-            found.append(StoredMessage(sequence, message.subject, headers, message.data))
-        if len(found) >= total:
-            complete.set()
-
-    inbox = client.new_inbox()
-    subscription = await client.subscribe(
-        inbox, cb=take, pending_msgs_limit=-1, pending_bytes_limit=-1
-    )
-    try:
-        if len(found) < total:
-            pull = {"batch": total - len(found), "expires": int(READ_TIMEOUT_SECONDS * 1e9)}
-            await client.publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", json.dumps(pull).encode(), reply=inbox
-            )
-            await asyncio.wait_for(complete.wait(), READ_TIMEOUT_SECONDS)
-    except TimeoutError:
-        return False
-    finally:
-        await subscription.unsubscribe()
-    return True
+    from tests.fixtures.stored import StoredMessage
 
 
 @dataclass
@@ -287,35 +209,6 @@ class StreamHistory:
         assert not self.violations, "\n".join(
             [f"{len(self.violations)} violations", *self.violations[:20]]
         )
-
-
-async def load_dictionaries(
-    client: Client, subjects: Subjects, messages: Iterable[StoredMessage]
-) -> dict[str, bytes]:
-    """The dictionaries that messages are compressed with, by their ids.
-
-    Each is asked for by its name, which the leader answers; a list of all would come from any
-    replica.
-    """
-    wanted = {one.headers[DICTIONARY] for one in messages if DICTIONARY in one.headers}
-    for _ in range(READ_ATTEMPTS):
-        with suppress(*LEADERLESS):
-            return await _load_dictionaries(client, subjects, wanted)
-        await asyncio.sleep(1)
-    raise AssertionError(f"bucket {subjects.dicts_bucket} cannot be read")
-
-
-async def _load_dictionaries(
-    client: Client, subjects: Subjects, wanted: Iterable[str]
-) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    with suppress(BucketNotFoundError):
-        bucket = await client.jetstream().key_value(subjects.dicts_bucket)
-        for name in wanted:
-            # A stranger's message may name anything.
-            with suppress(KeyNotFoundError, InvalidKeyError):
-                found[name] = (await bucket.get(name)).value or b""
-    return found
 
 
 async def read_history(client: Client, prefix: str, *, finished: bool = True) -> StreamHistory:

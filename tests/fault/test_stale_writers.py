@@ -12,7 +12,7 @@ from bridge.publish.fence import Fence, Fenced
 from bridge.publish.frames import FrameWriter
 from bridge.publish.outgoing import Outgoing
 from tests.fault.scenario import create_stream
-from tests.fault.stream_oracle import read_stream
+from tests.fault.stream_reader import read_stream
 
 
 def _fence(scenario, instance, *, batched=True, compares=True):
