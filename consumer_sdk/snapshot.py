@@ -201,13 +201,12 @@ def _first_missing(seen: set[int]) -> int:
     return next(number for number in count() if number not in seen)
 
 
-async def read_meta(client: Client, token: str) -> SnapshotMeta | None:
-    """The newest meta of a table that INIT holds, None if there is none."""
+async def newest_meta(client: Client, token: str) -> Frame | None:
+    """What INIT holds as the newest meta of a table, None if there is none."""
     subjects = client.subjects
-    frame = await get_message(
+    return await get_message(
         client.nc, subjects.init_stream, {"last_by_subj": subjects.meta(token)}
     )
-    return None if frame is None else decode_meta(frame)
 
 
 def decode_meta(frame: Frame) -> SnapshotMeta:

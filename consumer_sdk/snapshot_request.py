@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,14 @@ import nats.errors
 
 from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.decoder import parse_headers
-from consumer_sdk.errors import GapError, NotAvailable, SnapshotFailed, UsageError
+from consumer_sdk.errors import (
+    CorruptData,
+    GapError,
+    NotAvailable,
+    SnapshotFailed,
+    UsageError,
+    VersionTooNew,
+)
 from consumer_sdk.pull import PullConsumer
 from consumer_sdk.schema import TableName, resolve_table
 from consumer_sdk.snapshot import (
@@ -21,11 +29,11 @@ from consumer_sdk.snapshot import (
     count_chunks,
     decode_meta,
     is_reusable,
-    read_meta,
+    newest_meta,
 )
 from consumer_sdk.stream import stream_bounds
 from consumer_sdk.wire.envelope import CONTENT_TYPE, MSGPACK, decode_payload
-from consumer_sdk.wire.errors import WireError
+from consumer_sdk.wire.errors import WireError, WireVersionError
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
@@ -88,9 +96,12 @@ async def take_snapshot(
         options["zstd"] = zstd
     token = table_token(schema.schema, schema.table)
     if not fresh:
-        meta = await read_meta(client, token)
-        if meta is not None and await is_reusable(client, meta, options):
-            return Snapshot(client, meta, reused=True)
+        # What is damaged, or somebody else's, is not used again.
+        with suppress(CorruptData):
+            frame = await newest_meta(client, token)
+            meta = None if frame is None else decode_meta(frame)
+            if meta is not None and await is_reusable(client, meta, options):
+                return Snapshot(client, meta, reused=True)
     pending = _Pending(client, token, _display(table), progress, stall_timeout)
     return Snapshot(client, await pending.run(options, fresh), reused=False)
 
@@ -140,10 +151,9 @@ class _Pending:
             self._snapshot_id = str(answer.get("snapshot_id", ""))
             self._state = str(answer.get("state", "running"))
             # The bridge may hand out one that was already complete.
-            meta = await read_meta(self._client, self._token)
-            if meta is not None and meta.snapshot_id == self._snapshot_id:
-                return meta
-            return await self._wait(consumer)
+            frame = await newest_meta(self._client, self._token)
+            meta = None if frame is None else self._outcome(frame)
+            return meta or await self._wait(consumer)
         except nats.errors.Error as error:
             raise NotAvailable(f"NATS does not answer: {self._client.nc.explain(error)}") from error
         except GapError as error:
@@ -220,15 +230,16 @@ class _Pending:
             self._moved = loop.time()
 
     def _outcome(self, frame: Frame) -> SnapshotMeta | None:
-        if frame.subject.decode("utf-8", "replace") == self._client.subjects.meta(self._token):
-            meta = decode_meta(frame)
-            return meta if meta.snapshot_id == self._snapshot_id else None
         try:
             document = decode_payload(parse_headers(frame.headers), frame.payload)
+        except WireVersionError as error:
+            raise VersionTooNew(f"snapshot of {self._table}: {error}") from error
         except WireError:
             return None
         if document.get("snapshot_id") != self._snapshot_id:
             return None
+        if frame.subject.decode("utf-8", "replace") == self._client.subjects.meta(self._token):
+            return decode_meta(frame)
         reason = document.get("error") or "the bridge gave no reason"
         raise SnapshotFailed(f"snapshot of {self._table} failed: {reason}")
 

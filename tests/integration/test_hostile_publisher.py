@@ -78,16 +78,28 @@ async def test_the_schema_of_another_table_is_corrupt(publisher: Publisher, clie
         await client.schema("users")
 
 
-async def test_the_snapshot_of_another_table_is_corrupt(
-    publisher: Publisher, client: Client
+@pytest.mark.parametrize("junk", [b"junk", encode({"v": 1}), "of another table"])
+async def test_a_meta_that_is_none_is_passed_over(
+    publisher: Publisher, client: Client, junk: bytes | str
 ) -> None:
     for table in ("users", "orders"):
         await publisher.put_schema(table)
     await publisher.progress()
-    meta = await publisher.snapshot([[{"id": 1, "body": None}]], table="orders")
-    await publisher.js.publish(publisher.subjects.meta("users"), encode(meta))
-    with pytest.raises(CorruptData, match="it is one of table orders"):
-        await client.snapshot("users")
+    if isinstance(junk, str):
+        junk = encode(await publisher.snapshot([], table="orders", snapshot_id="other"))
+
+    async def spoil() -> None:
+        await publisher.js.publish(publisher.subjects.meta("users"), junk)
+
+    async def answer(message: Any) -> None:
+        await message.respond(encode({"v": 1, "ok": True, "snapshot_id": "snap1"}))
+        await spoil()
+        await publisher.snapshot([[{"id": 1, "body": None}]])
+
+    await publisher.client.subscribe(publisher.subjects.snapshot_request("users"), cb=answer)
+    await spoil()
+    snapshot = await client.snapshot("users")
+    assert [row["id"] async for row in snapshot.rows()] == [1]
 
 
 async def test_progress_of_another_source_is_corrupt(publisher: Publisher, client: Client) -> None:

@@ -468,12 +468,6 @@ async def test_a_chunk_that_is_gone_fails_the_snapshot(
         await snapshot.chunk(1)
 
 
-async def test_a_damaged_meta_is_corrupt(publisher: Publisher, client: Client) -> None:
-    await publisher.js.publish(publisher.subjects.meta("users"), encode({"v": 1, "lsn": "x"}))
-    with pytest.raises(CorruptData, match="meta"):
-        await client.snapshot("users")
-
-
 # what chunks can hold
 
 
