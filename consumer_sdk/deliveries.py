@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import time
 from collections import deque
 from typing import Final
 
 HEARTBEAT_SECONDS = 2.0
 STALL_SECONDS = 3 * HEARTBEAT_SECONDS
 EXPIRES_SECONDS = 30.0
+LATE_SECONDS: Final = 2.0
+NEVER: Final = sys.maxsize
 WINDOW_BYTES: Final = 16 * 1024 * 1024
 _NANOSECONDS: Final = 1_000_000_000
 _ENDED_NORMALLY: Final = ("message size exceeds maxbytes", "batch completed")
@@ -24,7 +28,8 @@ class Deliveries:
 
     `trouble` says why the consumer must be replaced, None while all is well. `starved` is set when
     the server had nothing left to fulfil, so that what was stored meanwhile was not delivered at
-    once. `taken` counts the consumer's messages that have left the buffer.
+    once. `taken` counts the consumer's messages that have left the buffer. Behind message number
+    `unasked_from` others may have been stored and trimmed while nobody asked for any.
     """
 
     def __init__(self) -> None:
@@ -32,10 +37,13 @@ class Deliveries:
         self.trouble: str | None = "not opened"
         self.starved = False
         self.taken = 0
+        self.unasked_from = NEVER
+        self._unasked_until = 0
         self._bytes = 0
         self._demand = 0
         self._fruitless = False
         self._request_bytes = WINDOW_BYTES // 2
+        self._asked_at = 0.0
         self._heard_at = 0.0
         self._silent = 0.0
         """For how long nothing was heard, counting only the time spent waiting for it."""
@@ -46,6 +54,7 @@ class Deliveries:
         self.drop()
         self.starved = False
         self.taken = 0
+        self.unasked_from = NEVER
         self._demand = 0
         self._fruitless = False
         self._request_bytes = max(WINDOW_BYTES // 2, 2 * largest_message)
@@ -61,6 +70,7 @@ class Deliveries:
             self._fruitless = False
             if self._demand <= 0:
                 self.starved = True
+                self._note_unasked()
         elif not self._on_status(headers or b""):
             return
         self.wake()
@@ -87,9 +97,17 @@ class Deliveries:
                 self._request_bytes *= 2
             self._demand = max(0, self._demand - int(pending)) if pending.isdigit() else 0
             self.starved = self.starved or self._demand == 0
+            # One that expires is followed by the next at once, unless this process was frozen.
+            late = time.time() > self._asked_at + EXPIRES_SECONDS + LATE_SECONDS
+            if self._demand == 0 and (status == b"409" or late):
+                self._note_unasked()
         elif status:
             self.trouble = f"{status.decode('ascii', 'replace')} {ended}"
         return True
+
+    def _note_unasked(self) -> None:
+        self._unasked_until = self.taken + len(self.buffer)
+        self.unasked_from = min(self.unasked_from, self._unasked_until)
 
     def fail(self, trouble: str) -> None:
         """Note why the consumer must be replaced, and wake whoever waits."""
@@ -109,6 +127,8 @@ class Deliveries:
         self._bytes -= size
         self._silent = 0.0
         self.taken += count
+        if self.taken > self._unasked_until:
+            self.unasked_from = NEVER
         if self._demand > 0:
             self.starved = False
 
@@ -125,6 +145,7 @@ class Deliveries:
             return None
         self._fruitless = demand == 0
         self._demand = demand + window - held
+        self._asked_at = time.time()
         return json.dumps(
             {
                 "batch": window - held,

@@ -16,7 +16,7 @@ import nats.errors
 
 from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.connection import ApiError, LogConnection, NoJetStream
-from consumer_sdk.deliveries import Deliveries
+from consumer_sdk.deliveries import NEVER, Deliveries
 from consumer_sdk.errors import CdcError, GapError, NotAvailable
 from consumer_sdk.stream import (
     STREAM_NOT_FOUND,
@@ -159,6 +159,7 @@ class PullConsumer:
         expected = deliveries.taken + 1
         previous = self._safe
         exposed = self._exposed or deliveries.starved
+        unasked_from = deliveries.unasked_from
         jump_after: int | None = None
         pending = b"0"
         size = 0
@@ -173,6 +174,8 @@ class PullConsumer:
                     deliveries.trouble = "delivery numbers are not consecutive"
                     break
                 pending = tokens[at + 3]
+                if expected > unasked_from:
+                    exposed = True
                 expected += 1
                 if sequence != previous + 1 and exposed and jump_after is None:
                     jump_after = previous
@@ -192,7 +195,7 @@ class PullConsumer:
         self._safe = previous
         self._lenient = not self._gapless
         self._caught_up = pending == b"0"
-        self._exposed = not self._caught_up
+        self._exposed = not self._caught_up or deliveries.taken >= deliveries.unasked_from
         if deliveries.trouble is not None:
             deliveries.drop()
         return frames
@@ -224,6 +227,7 @@ class PullConsumer:
         if self._in.buffer or self._in.trouble is not None:
             return
         self._in.starved = False
+        self._exposed = self._exposed or self._in.taken >= self._in.unasked_from
         pending = int(info["num_pending"]) or not through
         if pending or int(info["delivered"]["consumer_seq"]) != self._in.taken:
             return
@@ -231,6 +235,7 @@ class PullConsumer:
             raise GapError("it was trimmed or purged", self._safe + 1, bounds.first)
         self._safe = max(self._safe, bounds.last)
         self._exposed = False
+        self._in.unasked_from = NEVER
         self._caught_up = True
 
     async def _replenish(self, taking: int) -> None:

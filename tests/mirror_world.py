@@ -417,6 +417,7 @@ class World:
                 epoch=source.epoch, table=table[1], schema=table[0], snapshot_lsn=source.lsn,
                 row_count=len(source.rows[table]), schema_version=schema.schema_version,
                 stream_created=self.created, cdc_seq=min(cdc_seq, self.stream.last + 1),
+                relation_id=source.relations.get(table, 1),
             ),
         )  # fmt: skip
         self.trace.append(f"  snapshot {made.meta.snapshot_id} cdc_seq {cdc_seq}")
