@@ -1,4 +1,4 @@
-"""The inbox of a pull consumer notices that its consumer has gone without a word."""
+"""The inbox of a pull consumer notices silence, and time in which nobody asked for anything."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from consumer_sdk import deliveries
 from consumer_sdk.deliveries import Deliveries
 
 HEARTBEAT = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 0\r\n\r\n"
+EXPIRED = b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 4\r\n\r\n"
 
 
 @pytest.fixture
@@ -67,3 +68,19 @@ async def test_a_busy_reader_is_not_taken_for_a_silent_server(inbox: Deliveries)
     await asyncio.sleep(0.5)
     await wait_often(inbox, 2)
     assert inbox.trouble is None
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["awake", "frozen"])
+async def test_a_request_that_expired_in_a_frozen_process_left_a_time_unasked(
+    inbox: Deliveries, monkeypatch: pytest.MonkeyPatch, frozen: bool
+) -> None:
+    """One that expires is renewed at once; only a process that was frozen has missed the moment."""
+    inbox.trouble = None
+    inbox.begin(1)
+    assert inbox.request(4, 0) is not None
+    asked_at = deliveries.time.time()
+    late = deliveries.EXPIRES_SECONDS + (20.0 if frozen else 0.0)
+    monkeypatch.setattr(deliveries.time, "time", lambda: asked_at + late)
+    inbox.on_frame(b"inbox", b"", b"", EXPIRED)
+    assert inbox.starved
+    assert (inbox.unasked_from == inbox.taken) is frozen
