@@ -1,5 +1,5 @@
 """The PostgreSQL to JetStream service."""
 
-from bridge.version import __version__
+from consumer_sdk.transport.version import __version__
 
 __all__ = ["__version__"]

@@ -1,5 +1,5 @@
 """`python -m bridge` is the command `bridge`."""
 
-from bridge.launch.commands import bridge
+from consumer_sdk.launch.commands import bridge
 
 bridge()

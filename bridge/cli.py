@@ -202,8 +202,8 @@ def _settings(options: argparse.Namespace) -> config.Settings:
 
 def _require_addresses(settings: config.Settings) -> None:
     """Refuse what neither server can ever be reached with, before anything is done."""
-    from bridge.publish.link import options_of
-    from bridge.wal.connection import conninfo_of
+    from bridge.jetstream.link import options_of
+    from bridge.postgres.connection import conninfo_of
 
     conninfo_of(settings)
     options_of(settings)

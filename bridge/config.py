@@ -2,22 +2,170 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import tomllib
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
+from urllib.parse import urlsplit
 
 from bridge.errors import SettingsError
-from bridge.setting_checks import check_together, refuse_visible_secret
-from bridge.setting_values import parse
 from consumer_sdk.wire.subjects import Subjects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from bridge.setting_values import Kind
+Kind = Literal["text", "integer", "flag", "seconds", "bytes"]
+
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_BYTES = {"": 1, "b": 1, "kb": 1024, "mb": 1024**2, "gb": 1024**3, "tb": 1024**4}
+# nats-server counts nanoseconds and bytes in 64 bits.
+_MOST: dict[str, float] = {"seconds": 100 * 365 * 86400, "bytes": 2**63 - 1}
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*\Z")
+
+
+def parse(
+    text: Any,
+    where: str,
+    kind: Kind,
+    *,
+    choices: Sequence[str] = (),
+    low: float | None = None,
+    high: float | None = None,
+    secret: bool = False,
+) -> Any:
+    """Turn what was written at `where` into a value of a kind, within its bounds."""
+    shown = "***" if secret else repr(text)
+    try:
+        value = _PARSERS[kind](text)
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"{where}: {shown} is not {_EXPECTED[kind]}") from error
+    if choices and value not in choices:
+        raise SettingsError(f"{where}: {shown} is not one of {', '.join(choices)}")
+    if low is not None and value < low:
+        raise SettingsError(f"{where}: {shown} is too small; the least is {low}")
+    high = _MOST.get(kind) if high is None else high
+    if high is not None and value > high:
+        raise SettingsError(f"{where}: {shown} is too large; the most is {high}")
+    return value
+
+
+def _parse_text(text: Any) -> str:
+    if not isinstance(text, str) or "\0" in text:
+        raise ValueError
+    # Bytes of the command line or the environment that are no UTF-8 came as lone surrogates.
+    text.encode()
+    return text
+
+
+def _parse_integer(text: Any) -> int:
+    if isinstance(text, bool | float):
+        raise TypeError
+    return int(text)
+
+
+def _parse_flag(text: Any) -> bool:
+    if isinstance(text, bool):
+        return text
+    lowered = str(text).strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError
+
+
+def _with_unit(text: Any, units: Mapping[str, float], default_unit: str) -> float:
+    if isinstance(text, bool):
+        raise TypeError
+    if isinstance(text, int | float):
+        if not math.isfinite(text):
+            raise ValueError
+        return float(text)
+    match = _NUMBER.match(str(text))
+    if match is None:
+        raise ValueError
+    unit = match[2].lower() or default_unit
+    if unit not in units:
+        raise ValueError
+    return float(match[1]) * units[unit]
+
+
+_PARSERS: dict[Kind, Any] = {
+    "text": _parse_text,
+    "integer": _parse_integer,
+    "flag": _parse_flag,
+    "seconds": lambda text: _with_unit(text, _SECONDS, "s"),
+    "bytes": lambda text: int(_with_unit(text, _BYTES, "b")),
+}
+_EXPECTED: dict[Kind, str] = {
+    "text": "a text in UTF-8",
+    "integer": "a whole number",
+    "flag": "yes or no",
+    "seconds": "a duration such as 500ms, 30s, 2h or 8d",
+    "bytes": "a size such as 256KB, 16MB or 1GB",
+}
+
+
+_SLOT_NAME = re.compile(r"[a-z0-9_]{1,63}\Z")
+
+
+def refuse_visible_secret(flag: str, url: str) -> None:
+    """A secret among the flags would show in the process list."""
+    is_nats = flag == "--nats-url"
+    for part in url.split(",") if is_nats else (url,):
+        whole = part.strip() if "//" in part or "=" in part else f"//{part.strip()}"
+        try:
+            parts = urlsplit(whole)
+            # NATS takes a user without a password for a token.
+            is_token = is_nats and bool(parts.username)
+            visible = bool(parts.password) or is_token
+        except ValueError:
+            visible = False
+        if visible or re.search(r"(^|[\s?&])(ssl)?password\s*=", part):
+            raise SettingsError(
+                f"{flag}: a password or token on the command line shows in the "
+                "process list; use the environment or --config"
+            )
+
+
+def check_together(settings: Settings) -> None:
+    """Refuse values that are of the right kind and still cannot be."""
+    if settings.slot and _SLOT_NAME.match(settings.slot) is None:
+        raise SettingsError(
+            f"{settings.where('slot')}: {settings.slot!r} is not a slot name; "
+            "use up to 63 of a-z, 0-9 and _"
+        )
+    if settings.prefix and re.fullmatch(r"[A-Za-z0-9_-]+", settings.prefix) is None:
+        raise SettingsError(
+            f"{settings.where('prefix')}: {settings.prefix!r} may hold only letters, digits, "
+            "- and _"
+        )
+    for name in ("port", "pg_port", "nats_port"):
+        number = cast("int", getattr(settings, name))
+        if number > 65535:
+            raise SettingsError(f"{settings.where(name)}: {number} is not a port")
+    if settings.ring_slots & (settings.ring_slots - 1):
+        raise SettingsError(
+            f"{settings.where('ring_slots')}: {settings.ring_slots} is not a power of two"
+        )
+    for name in ("cdc_stream", "init_stream"):
+        value = cast("str", getattr(settings, name))
+        if re.search(r"[\s.*>/\\]", value):
+            raise SettingsError(f"{settings.where(name)}: {value!r} is not a stream name")
+    if settings.subjects.cdc_stream == settings.subjects.init_stream:
+        name = "init_stream" if settings.init_stream else "cdc_stream"
+        raise SettingsError(
+            f"{settings.where(name)}: {getattr(settings, name)!r} is the other stream's name; "
+            "changes and snapshots need a stream each"
+        )
+    for name in ("nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key"):
+        path = cast("str", getattr(settings, name))
+        if path and not Path(path).is_file():
+            raise SettingsError(f"{settings.where(name)}: no file {path}")
 
 
 def setting(

@@ -9,9 +9,9 @@ import psycopg
 from nats.js.errors import NotFoundError
 
 from bridge.errors import BridgeError, Retryable, SourceError
-from bridge.publish import link
+from bridge.jetstream import link
+from bridge.postgres.connection import connect_catalog, conninfo_of
 from bridge.schemas.store import SchemaStore
-from bridge.wal.connection import connect_catalog, conninfo_of
 
 if TYPE_CHECKING:
     from bridge.config import Settings

@@ -27,18 +27,18 @@ from bridge.errors import (
     TableTaken,
     UnknownToLog,
 )
-from bridge.publish import link
-from bridge.publish.broker import open_broker
-from bridge.publish.fence import Fenced
+from bridge.jetstream import link
+from bridge.jetstream.broker import open_broker
+from bridge.jetstream.fence import Fenced
+from bridge.jetstream.streams import ApiError, api, stream_state
+from bridge.postgres.connection import conninfo_of
+from bridge.postgres.slot import SlotInUse
 from bridge.publish.patience import PatienceEnded
-from bridge.publish.streams import ApiError, api, stream_state
 from bridge.session import Session
 from bridge.telemetry.http import HttpServer
 from bridge.telemetry.logs import MetricsLine, event
 from bridge.telemetry.stats import BridgeStats
 from bridge.telemetry.wal_monitor import WalMonitor
-from bridge.wal.connection import conninfo_of
-from bridge.wal.slot import SlotInUse
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:

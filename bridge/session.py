@@ -11,34 +11,34 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from bridge.errors import DataAtRiskError, Retryable, SourceError
+from bridge.events.assembler import Assembler
+from bridge.events.encoder import Encoder, JsonEncoder, MsgpackEncoder
+from bridge.events.relations import CompiledRelation
+from bridge.jetstream.batches import FastIngestWriter, PlainWriter
+from bridge.jetstream.dictionaries import DictionaryStore
+from bridge.jetstream.frames import FrameWriter
+from bridge.jetstream.objects import ObjectWriter
+from bridge.jetstream.streams import ApiError, api
+from bridge.postgres.catalog import Catalog
+from bridge.postgres.connection import ReplicationRefused, connect_catalog, explain
+from bridge.postgres.slot import Slot
 from bridge.preflight import raise_if_blocked
 from bridge.preflight.postgres import check_postgres
-from bridge.publish.batches import FastIngestWriter, PlainWriter
 from bridge.publish.compression import EventCompressor
-from bridge.publish.encoder import Encoder, JsonEncoder, MsgpackEncoder
-from bridge.publish.frames import FrameWriter
-from bridge.publish.objects import ObjectWriter
 from bridge.publish.patience import Patience
 from bridge.publish.preparation import Preparation
 from bridge.publish.progress import ProgressLog, Stored
 from bridge.publish.publisher import Limits, Publisher
-from bridge.publish.streams import ApiError, api
-from bridge.ring import Ring
-from bridge.schemas.catalog import Catalog
+from bridge.publish.reader import WalReader
+from bridge.publish.ring import Ring
 from bridge.schemas.coverage import read_coverage
 from bridge.schemas.coverage_watch import CoverageWatch, load_coverage
 from bridge.schemas.registry import Document, SchemaRegistry
 from bridge.schemas.store import SchemaStore
 from bridge.schemas.tables import PublishedTables
-from bridge.snapshot.dictionaries import DictionaryStore
-from bridge.snapshot.service import SnapshotService
+from bridge.snapshot.coordinator.service import SnapshotService
 from bridge.standing import choose_epoch, look_around
 from bridge.telemetry.logs import event
-from bridge.wal.assembler import Assembler
-from bridge.wal.connection import ReplicationRefused, connect_catalog, explain
-from bridge.wal.reader import WalReader
-from bridge.wal.relations import CompiledRelation
-from bridge.wal.slot import Slot
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import table_token
 
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from bridge.config import Settings
-    from bridge.continuity import Continuity, Server
-    from bridge.publish.broker import Broker
-    from bridge.publish.outgoing import Item
+    from bridge.events.outgoing import Item
+    from bridge.events.resume import Resume
+    from bridge.jetstream.broker import Broker
+    from bridge.publish.continuity import Continuity, Server
     from bridge.standing import Standing
     from bridge.telemetry.stats import BridgeStats
     from bridge.wal.messages import Relation
-    from bridge.wal.resume import Resume
 
 log = logging.getLogger("bridge.session")
 

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 import nats.errors
 from nats.js.errors import APIError
 
-from bridge.continuity import Continuity, decide
 from bridge.errors import DataAtRiskError, Retryable
-from bridge.publish.fence import Fence, Lease, PublishRefused
-from bridge.publish.link import server_version
+from bridge.events.resume import Resume
+from bridge.jetstream.fence import Fence, Lease, PublishRefused
+from bridge.jetstream.link import server_version
+from bridge.jetstream.readback import RecordReader
+from bridge.jetstream.streams import stream_state
+from bridge.publish.continuity import Continuity, decide
 from bridge.publish.progress import load_progress
-from bridge.publish.readback import RecordReader
-from bridge.publish.streams import stream_state
 from bridge.telemetry.logs import event
-from bridge.wal.resume import Resume
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.continuity import Server
-    from bridge.publish.broker import Broker
-    from bridge.publish.record import Record
-    from bridge.publish.streams import StreamState
-    from bridge.wal.slot import Slot
+    from bridge.jetstream.broker import Broker
+    from bridge.jetstream.record import Record
+    from bridge.jetstream.streams import StreamState
+    from bridge.postgres.slot import Slot
+    from bridge.publish.continuity import Server
     from consumer_sdk.wire.subjects import Subjects
 
 log = logging.getLogger("bridge.session")

@@ -1,9 +1,6 @@
 """What a consumer of the change stream installs."""
 
-from consumer_sdk.changes import ChangeFeed
-from consumer_sdk.chunk import ChunkRows
 from consumer_sdk.client import Client, connect
-from consumer_sdk.decoder import Stored
 from consumer_sdk.errors import (
     AccessDenied,
     CdcError,
@@ -16,15 +13,18 @@ from consumer_sdk.errors import (
     UsageError,
     VersionTooNew,
 )
-from consumer_sdk.log import LogBounds, LogReader, read_log_blocking, read_log_blocking_raw
-from consumer_sdk.progress import Progress
-from consumer_sdk.settings import NatsSettings
-from consumer_sdk.snapshot import Snapshot, SnapshotMeta
-from consumer_sdk.snapshot_request import SnapshotProgress
-from consumer_sdk.starting_point import SourcePosition
-from consumer_sdk.stream import Frame
-from consumer_sdk.transactions import Transaction
-from consumer_sdk.version import __version__
+from consumer_sdk.reading.changes import ChangeFeed
+from consumer_sdk.reading.decoder import Stored
+from consumer_sdk.reading.log import LogBounds, LogReader, read_log_blocking, read_log_blocking_raw
+from consumer_sdk.reading.progress import Progress
+from consumer_sdk.reading.starting_point import SourcePosition
+from consumer_sdk.reading.stream import Frame
+from consumer_sdk.reading.transactions import Transaction
+from consumer_sdk.snapshot.chunks import ChunkRows
+from consumer_sdk.snapshot.request import SnapshotProgress
+from consumer_sdk.snapshot.snapshot import Snapshot, SnapshotMeta
+from consumer_sdk.transport.settings import NatsSettings
+from consumer_sdk.transport.version import __version__
 from consumer_sdk.wire.column_types import Column, TableSchema
 from consumer_sdk.wire.envelope import Event
 from consumer_sdk.wire.lsn import format_lsn, parse_lsn

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import nats.errors
 import nats.js.errors
 
-from consumer_sdk.changes import ChangeFeed
-from consumer_sdk.connection import LogConnection, open_connection
-from consumer_sdk.decoder import EventDecoder, Stored
 from consumer_sdk.errors import CorruptData, NotAvailable, UsageError
-from consumer_sdk.log import LogReader
-from consumer_sdk.objects import fetch_object
-from consumer_sdk.progress import Progress, decode_progress
-from consumer_sdk.pull import PullConsumer
-from consumer_sdk.schema import SchemaBook, TableName, resolve_table
-from consumer_sdk.settings import NatsSettings
-from consumer_sdk.starting_point import After, StartingPoint, find_starting_point
-from consumer_sdk.stream import get_message, stream_bounds
-from consumer_sdk.transactions import Transaction, TransactionBuilder
+from consumer_sdk.reading.changes import ChangeFeed
+from consumer_sdk.reading.decoder import EventDecoder, Stored
+from consumer_sdk.reading.log import LogReader
+from consumer_sdk.reading.objects import fetch_object
+from consumer_sdk.reading.progress import Progress, decode_progress
+from consumer_sdk.reading.pull import PullConsumer
+from consumer_sdk.reading.schema import SchemaBook, TableName, resolve_table
+from consumer_sdk.reading.starting_point import After, StartingPoint, find_starting_point
+from consumer_sdk.reading.stream import get_message, stream_bounds
+from consumer_sdk.reading.transactions import Transaction, TransactionBuilder
+from consumer_sdk.transport.connection import LogConnection, open_connection
+from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import table_token
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from nats.js import JetStreamContext
 
-    from consumer_sdk.snapshot import Snapshot
-    from consumer_sdk.snapshot_request import SnapshotProgress
+    from consumer_sdk.snapshot.request import SnapshotProgress
+    from consumer_sdk.snapshot.snapshot import Snapshot
     from consumer_sdk.wire.position import Position
 
 DEFAULT_MAX_BATCH = 1000
@@ -131,7 +131,7 @@ class Client:
         `fresh` asks for a new one in any case. Raises NotAvailable if no bridge answers,
         SnapshotFailed if it refuses, fails, or makes no progress for `stall_timeout` seconds.
         """
-        from consumer_sdk.snapshot_request import take_snapshot
+        from consumer_sdk.snapshot.request import take_snapshot
 
         return await take_snapshot(
             self,

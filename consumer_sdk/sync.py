@@ -20,17 +20,17 @@ from consumer_sdk import client as asynchronous
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 
-    from consumer_sdk.chunk import ChunkRows
-    from consumer_sdk.decoder import Stored
-    from consumer_sdk.log import LogBounds
-    from consumer_sdk.progress import Progress
-    from consumer_sdk.schema import TableName
-    from consumer_sdk.settings import NatsSettings
-    from consumer_sdk.snapshot import Snapshot as AsyncSnapshot
-    from consumer_sdk.snapshot import SnapshotMeta
-    from consumer_sdk.snapshot_request import SnapshotProgress
-    from consumer_sdk.starting_point import After
-    from consumer_sdk.transactions import Transaction
+    from consumer_sdk.reading.decoder import Stored
+    from consumer_sdk.reading.log import LogBounds
+    from consumer_sdk.reading.progress import Progress
+    from consumer_sdk.reading.schema import TableName
+    from consumer_sdk.reading.starting_point import After
+    from consumer_sdk.reading.transactions import Transaction
+    from consumer_sdk.snapshot.chunks import ChunkRows
+    from consumer_sdk.snapshot.request import SnapshotProgress
+    from consumer_sdk.snapshot.snapshot import Snapshot as AsyncSnapshot
+    from consumer_sdk.snapshot.snapshot import SnapshotMeta
+    from consumer_sdk.transport.settings import NatsSettings
     from consumer_sdk.wire.column_types import TableSchema
 
 T = TypeVar("T")

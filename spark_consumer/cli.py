@@ -12,17 +12,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from consumer_sdk.errors import CdcError, GapError, UsageError
-from consumer_sdk.settings import NatsSettings
-from consumer_sdk.version import __version__
+from consumer_sdk.transport.settings import NatsSettings
+from consumer_sdk.transport.version import __version__
 from spark_consumer.errors import SetupError
-from spark_consumer.java_process import JavaProcess
-from spark_consumer.lake_directory import lake_directory, require_place
-from spark_consumer.stop_signals import Interrupted, run_attended
+from spark_consumer.lake.directory import lake_directory, require_place
+from spark_consumer.runtime.java_process import JavaProcess
+from spark_consumer.runtime.stop_signals import Interrupted, run_attended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spark_consumer.job import SparkJob
+    from spark_consumer.job.job import SparkJob
 
 DESCRIPTION = (
     "Keep tables of a PostgreSQL database in a Delta Lake: rebuild them from a snapshot, then "
@@ -219,14 +219,14 @@ class _Attempt:
     def work(self) -> None:
         from py4j.protocol import Py4JError
 
-        from spark_consumer.delta_lake import DeltaLake
-        from spark_consumer.job import JobSettings, SparkJob
-        from spark_consumer.lake_lock import sole_job
-        from spark_consumer.logs import start_logging
-        from spark_consumer.nats_thread import NatsThread
-        from spark_consumer.session import open_session
-        from spark_consumer.source_options import split_tables
-        from spark_consumer.table_setup import find_schemas, look_at_places
+        from spark_consumer.job.job import JobSettings, SparkJob
+        from spark_consumer.job.table_setup import find_schemas, look_at_places
+        from spark_consumer.lake.delta_lake import DeltaLake
+        from spark_consumer.lake.directory import sole_job
+        from spark_consumer.runtime.logs import start_logging
+        from spark_consumer.runtime.nats_thread import NatsThread
+        from spark_consumer.runtime.session import open_session
+        from spark_consumer.source.options import split_tables
 
         options = self._options
         tables = split_tables(options.tables)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from bridge.publish.encoder import JsonEncoder, MsgpackEncoder
-from bridge.publish.outgoing import Item, Outgoing, Oversized, SchemaNotice
+from bridge.events.assembler import Assembler
+from bridge.events.encoder import JsonEncoder, MsgpackEncoder
+from bridge.events.outgoing import Item, Outgoing, Oversized, SchemaNotice
+from bridge.events.relations import CompiledRelation
+from bridge.events.resume import Resume
+from bridge.events.values import ColumnType
 from bridge.schemas.registry import Structure
-from bridge.values import ColumnType
-from bridge.wal.assembler import Assembler
 from bridge.wal.messages import Begin, Commit, Message, Relation
-from bridge.wal.relations import CompiledRelation
-from bridge.wal.resume import Resume
 from consumer_sdk.wire import Subjects, decode_payload, oids
 from tests.pgoutput_encoder import encode_message
 

@@ -6,9 +6,9 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from consumer_sdk.decoder import Stored
-from consumer_sdk.mirror.evolution import key_columns
-from consumer_sdk.mirror.target import Lane, SnapshotRow, TableCopy, TableName
+from consumer_sdk.reading.decoder import Stored
+from consumer_sdk.targets.evolution import key_columns
+from consumer_sdk.targets.target import Lane, SnapshotRow, TableCopy, TableName
 from consumer_sdk.wire.column_types import Column, TableSchema
 from consumer_sdk.wire.envelope import Event
 from consumer_sdk.wire.oids import INT4, INT8, TEXT

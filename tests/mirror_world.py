@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import GapError, UnknownTable
-from consumer_sdk.mirror.evolution import key_columns
-from consumer_sdk.stream import StreamBounds
+from consumer_sdk.reading.stream import StreamBounds
+from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.wire.subjects import table_token
 from tests.mirror_model import CREATED, ModelSource, ModelStream, Row, column, table_schema
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
     from random import Random
 
-    from consumer_sdk.decoder import Stored
     from consumer_sdk.mirror.notices import Notice
-    from consumer_sdk.mirror.target import TableName
+    from consumer_sdk.reading.decoder import Stored
+    from consumer_sdk.targets.target import TableName
     from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.envelope import Event
 

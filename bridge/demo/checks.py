@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections import Counter
 
     from bridge.demo.console import Console
-    from bridge.demo.guarded_process import GuardedProcess
     from bridge.demo.stream_watch import StreamWatch
     from bridge.demo.survey import Surveyor
+    from bridge.embedded.guarded_process import GuardedProcess
 
 ARRIVAL_SECONDS: Final = 60.0
 MIRROR_SECONDS: Final = 120.0

@@ -55,7 +55,7 @@ async def check_lake(console: Console, programs: Programs, dsn: str, directory: 
             return [problem]
     with console.step("reading the lake by Spark SQL and DuckDB") as step:
         process = programs.start_python(
-            "query", "-m", "spark_consumer.query", "--lake", str(lake),
+            "query", "-m", "spark_consumer.lake.query", "--lake", str(lake),
             " UNION ALL ".join(_query(token, token.replace(".", "_")) for token in shop.tokens()),
         )  # fmt: skip
         source = await asyncio.to_thread(_read_source, dsn)

@@ -13,7 +13,7 @@ import psycopg
 from psycopg import sql
 
 from bridge.demo import shop
-from bridge.demo.guarded_process import LOOPBACK
+from bridge.embedded.guarded_process import LOOPBACK
 
 if TYPE_CHECKING:
     from pathlib import Path

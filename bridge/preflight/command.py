@@ -14,8 +14,11 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from bridge.errors import BrokerError, Retryable
+from bridge.jetstream.link import open_link, options_of, probe
+from bridge.jetstream.streams import ApiError
+from bridge.postgres.connection import conninfo_of
 from bridge.preflight.continuity import Standing, check_continuity, read_standing
-from bridge.preflight.findings import Finding, problem
+from bridge.preflight.findings import Finding, exit_code, format_json, format_text, problem
 from bridge.preflight.nats import check_nats
 from bridge.preflight.permissions import check_permissions
 from bridge.preflight.postgres import (
@@ -26,11 +29,7 @@ from bridge.preflight.postgres import (
     published_tables,
     unreadable,
 )
-from bridge.preflight.report import exit_code, format_json, format_text
 from bridge.preflight.setup_sql import setup_sql
-from bridge.publish.link import open_link, options_of, probe
-from bridge.publish.streams import ApiError
-from bridge.wal.connection import conninfo_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import nats.errors
 from nats.js.errors import APIError, NotFoundError
 
-from bridge.continuity import Continuity, Server, decide
 from bridge.errors import BridgeError, DataAtRiskError, Retryable
+from bridge.jetstream.readback import RecordReader
+from bridge.jetstream.record import Record
+from bridge.jetstream.streams import ApiError, stream_state
+from bridge.postgres.catalog import Catalog
+from bridge.postgres.slot import Slot
 from bridge.preflight.findings import Finding, Severity, ok, problem
+from bridge.publish.continuity import Continuity, Server, decide
 from bridge.publish.progress import load_progress
-from bridge.publish.readback import RecordReader
-from bridge.publish.record import Record
-from bridge.publish.streams import ApiError, stream_state
-from bridge.schemas.catalog import Catalog
 from bridge.schemas.store import SchemaStore
-from bridge.wal.slot import Slot
 from consumer_sdk.wire.lsn import format_lsn, parse_lsn
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js.kv import KeyValue
 
-    from bridge.publish.streams import StreamState
+    from bridge.jetstream.streams import StreamState
     from consumer_sdk.wire.subjects import Subjects
 
 _FIX = (

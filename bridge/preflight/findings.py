@@ -1,14 +1,17 @@
-"""A finding of the preflight: what is so, why it matters and the exact fix."""
+"""Prints findings: for people, worst first; for programs, as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import textwrap
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bridge.errors import BrokerError, SourceError
+from bridge.telemetry.logs import mask_secrets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 Severity = Literal["ok", "warning", "problem"]
 Side = Literal["postgres", "nats"]
@@ -52,3 +55,59 @@ def raise_if_blocked(findings: Iterable[Finding]) -> None:
             kind = SourceError if finding.side == "postgres" else BrokerError
             fix = " ".join(line.removeprefix("-- ") for line in finding.fix.splitlines())
             raise kind(f"{finding.what}; {fix}")
+
+
+EXIT_OK = 0
+EXIT_NOT_USABLE = 3
+
+_ORDER = {"problem": 0, "warning": 1, "ok": 2}
+_MARKS = {"problem": "PROBLEM", "warning": "warning", "ok": "ok"}
+_COLOURS = {"problem": "\x1b[31m", "warning": "\x1b[33m", "ok": "\x1b[32m"}
+_PLAIN = "\x1b[0m"
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0 when the bridge can run safely, warnings allowed; else 3."""
+    has_problem = any(finding.severity == "problem" for finding in findings)
+    return EXIT_NOT_USABLE if has_problem else EXIT_OK
+
+
+def format_text(findings: Sequence[Finding], *, colour: bool = False, width: int = 100) -> str:
+    """The report for people."""
+    lines: list[str] = []
+    for finding in sorted(findings, key=lambda one: _ORDER[one.severity]):
+        mark = f"{_MARKS[finding.severity]:<8}"
+        if colour:
+            mark = f"{_COLOURS[finding.severity]}{mark}{_PLAIN}"
+        side = "PostgreSQL" if finding.side == "postgres" else "NATS"
+        lines.append(f"{mark} {side}: {mask_secrets(finding.what)}  [{finding.code}]")
+        if finding.why:
+            lines += textwrap.wrap(
+                finding.why, width, initial_indent="         why: ", subsequent_indent=" " * 14
+            )
+        for number, line in enumerate(finding.fix.splitlines()):
+            lines.append(f"         {'fix:' if number == 0 else '    '} {line}")
+        if finding.severity != "ok":
+            lines.append("")
+    counts = {key: sum(one.severity == key for one in findings) for key in _ORDER}
+    lines.append(
+        f"{_count(counts['problem'], 'problem')}, {_count(counts['warning'], 'warning')}, "
+        f"{counts['ok']} fine: "
+        + ("the bridge can run" if exit_code(findings) == EXIT_OK else "repair the problems first")
+    )
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def format_json(findings: Sequence[Finding]) -> str:
+    """The report for programs."""
+    document = {
+        "ok": exit_code(findings) == EXIT_OK,
+        "findings": [
+            {**asdict(finding), "what": mask_secrets(finding.what)} for finding in findings
+        ],
+    }
+    return json.dumps(document, indent=2, ensure_ascii=False)

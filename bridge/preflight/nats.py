@@ -5,19 +5,20 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any
 
-from bridge.preflight.durability import check_durability, read_monitor
+from bridge.jetstream.streams import ApiError, api
 from bridge.preflight.findings import Finding, ok, problem, warning
 from bridge.preflight.permissions import stream_names
 from bridge.preflight.streams import (
     check_ages,
     check_bucket,
+    check_durability,
     check_replicas,
     check_stream,
+    read_monitor,
     update_command,
 )
-from bridge.publish.streams import ApiError, api
 from bridge.schemas.store import read_document
-from bridge.telemetry.wal_warnings import format_bytes
+from bridge.telemetry.wal_monitor import format_bytes
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from bridge.jetstream.link import open_link
 from bridge.preflight.findings import Finding, ok, problem
-from bridge.publish.link import open_link
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from bridge.errors import SourceError
+from bridge.postgres.publication import TablesLocked, read_publication
 from bridge.preflight.findings import Finding, problem, warning
 from bridge.preflight.publication import check_publication
-from bridge.preflight.published import TablesLocked, read_publication
 from bridge.preflight.server import check_open_transactions, check_server, read_facts
 from bridge.preflight.slot import check_decoding, check_slots, read_slots
 
 if TYPE_CHECKING:
-    from bridge.preflight.published import Publication
+    from bridge.postgres.publication import Publication
 
 LOCKED = "table-locked"
 DEFAULT_WARN_BYTES = 512 * 1024**2

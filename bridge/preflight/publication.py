@@ -11,7 +11,7 @@ from bridge.preflight.findings import Finding, ok, problem, warning
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from bridge.preflight.published import Publication, PublishedTable
+    from bridge.postgres.publication import Publication, PublishedTable
     from bridge.preflight.server import ServerFacts
 
 

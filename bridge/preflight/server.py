@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from psycopg import sql
 
 from bridge.preflight.findings import Finding, ok, problem, warning
-from bridge.telemetry.wal_warnings import format_duration
+from bridge.telemetry.wal_monitor import format_duration
 
 if TYPE_CHECKING:
     import psycopg

@@ -9,7 +9,7 @@ import psycopg
 from psycopg import sql
 
 from bridge.preflight.findings import Finding, ok, problem, warning
-from bridge.telemetry.wal_warnings import format_bytes
+from bridge.telemetry.wal_monitor import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

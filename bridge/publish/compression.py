@@ -15,13 +15,13 @@ import nats.errors
 import zstandard
 from nats.js.errors import APIError
 
-from bridge.snapshot.dictionaries import FEWEST_SAMPLES, train
+from bridge.jetstream.dictionaries import FEWEST_SAMPLES, train
 from bridge.telemetry.logs import event
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from bridge.snapshot.dictionaries import DictionaryStore
+    from bridge.jetstream.dictionaries import DictionaryStore
 
 log = logging.getLogger("bridge.publish")
 

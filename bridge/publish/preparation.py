@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import nats.errors
 from nats.js.errors import APIError
 
-from bridge.holds import hold_async
-from bridge.publish.outgoing import Item, Outgoing, Oversized, SchemaNotice
+from bridge.events.outgoing import Item, Outgoing, Oversized, SchemaNotice
+from consumer_sdk.transport.holds import hold_async
 from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
 from consumer_sdk.wire.message_id import message_id
 
 if TYPE_CHECKING:
-    from bridge.publish.objects import ObjectWriter
+    from bridge.jetstream.objects import ObjectWriter
     from bridge.publish.patience import Patience
     from bridge.schemas.registry import SchemaRegistry
     from bridge.schemas.store import SchemaStore

@@ -22,15 +22,15 @@ from nats.js.errors import (
     KeyWrongLastSequenceError,
 )
 
-from bridge.publish.outgoing import Outgoing
-from bridge.publish.record import Record
+from bridge.events.outgoing import Outgoing
+from bridge.jetstream.record import Record
 from consumer_sdk.wire.envelope import JSON, MSGPACK, decode_payload, encode
 from consumer_sdk.wire.errors import MISFITS, WireError
 
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue
 
-    from bridge.continuity import Server
+    from bridge.publish.continuity import Server
 
 Document = dict[str, Any]
 

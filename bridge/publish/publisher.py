@@ -15,30 +15,30 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from bridge.cancellation import stay_cancelled
 from bridge.errors import Retryable
-from bridge.holds import hold
-from bridge.publish.batches import FIRST_ERROR_CODE, Refusal
-from bridge.publish.fence import Fence, Fenced, Lease, PublishRefused
-from bridge.publish.outgoing import ITEM_OVERHEAD, Item, Outgoing
+from bridge.events.outgoing import ITEM_OVERHEAD, Item, Outgoing
+from bridge.jetstream.batches import FIRST_ERROR_CODE, Refusal
+from bridge.jetstream.fence import Fence, Fenced, Lease, PublishRefused
+from bridge.jetstream.record import is_counted, is_held
+from bridge.jetstream.streams import ApiError, stream_state
 from bridge.publish.patience import ASK_CHECK, BRING_BACK, FREE_ROOM
-from bridge.publish.record import is_counted, is_held
-from bridge.publish.streams import ApiError, stream_state
 from bridge.telemetry.logs import event
 from bridge.telemetry.stats import MESSAGE_TOKENS
+from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.holds import hold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from nats.aio.client import Client
 
-    from bridge.publish.batches import BatchWriter, Following
+    from bridge.jetstream.batches import BatchWriter, Following
+    from bridge.jetstream.readback import RecordReader
+    from bridge.jetstream.record import Record
     from bridge.publish.patience import Patience
     from bridge.publish.preparation import Preparation
     from bridge.publish.progress import ProgressLog, Stored
-    from bridge.publish.readback import RecordReader
-    from bridge.publish.record import Record
-    from bridge.ring import Ring
+    from bridge.publish.ring import Ring
     from bridge.telemetry.stats import BridgeStats
     from consumer_sdk.wire.subjects import Subjects
 

@@ -21,7 +21,7 @@ from consumer_sdk.wire.subjects import table_token
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-    from bridge.schemas.catalog import Catalog
+    from bridge.postgres.catalog import Catalog
 
 FILTERS_VERSION = 150000
 """Since 15 a publication may have row filters and column lists."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 import nats.errors
 from nats.js.errors import APIError, KeyNotFoundError
 
-from bridge.cancellation import stay_cancelled
 from bridge.errors import Retryable, SourceError
 from bridge.schemas.coverage import (
     Coverage,
@@ -26,6 +25,7 @@ from bridge.schemas.coverage import (
     unlogged_changes,
 )
 from bridge.telemetry.logs import event
+from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.lsn import parse_lsn
 from consumer_sdk.wire.subjects import format_table_name
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from nats.js.kv import KeyValue
 
-    from bridge.schemas.catalog import Catalog
+    from bridge.postgres.catalog import Catalog
     from bridge.schemas.registry import SchemaRegistry
     from bridge.schemas.store import SchemaStore
 

@@ -18,8 +18,8 @@ from consumer_sdk.wire.subjects import table_token
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from bridge.schemas.catalog import Catalog, CatalogTable
-    from bridge.values import ColumnType
+    from bridge.events.values import ColumnType
+    from bridge.postgres.catalog import Catalog, CatalogTable
 
 REPLICA_IDENTITIES = {"d": "default", "n": "nothing", "f": "full", "i": "index"}
 

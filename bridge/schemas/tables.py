@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import nats.errors
 from nats.js.errors import APIError
 
-from bridge.cancellation import stay_cancelled
 from bridge.errors import Retryable, SchemaOvertaken, SourceError
-from bridge.publish.outgoing import SchemaNotice
+from bridge.events.outgoing import SchemaNotice
 from bridge.schemas.registry import Structure
 from bridge.telemetry.logs import event
+from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.schemas.catalog import Catalog
+    from bridge.events.values import ColumnType
+    from bridge.postgres.catalog import Catalog
     from bridge.schemas.registry import Document, SchemaRegistry
     from bridge.schemas.store import SchemaStore
-    from bridge.values import ColumnType
     from bridge.wal.messages import Relation
 
 log = logging.getLogger("bridge.tables")

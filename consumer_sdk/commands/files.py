@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from consumer_sdk.commands.terminal import steady
 from consumer_sdk.errors import CorruptData, TargetError, UsageError
-from consumer_sdk.mirror import postgres_values
+from consumer_sdk.targets import postgres as postgres_values
 from consumer_sdk.wire.envelope import to_json_value
 from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.jsonb import jsonb_text
@@ -19,7 +19,7 @@ from consumer_sdk.wire.jsonb import jsonb_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
-    from consumer_sdk.chunk import ChunkRows
+    from consumer_sdk.snapshot.chunks import ChunkRows
     from consumer_sdk.wire.column_types import Column
 
 Row = dict[str, Any]

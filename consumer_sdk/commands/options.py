@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from consumer_sdk.client import connect
 from consumer_sdk.errors import UsageError
-from consumer_sdk.settings import NatsSettings
-from consumer_sdk.version import __version__
+from consumer_sdk.transport.settings import NatsSettings
+from consumer_sdk.transport.version import __version__
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager

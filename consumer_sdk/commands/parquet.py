@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from consumer_sdk.chunk import ChunkRows
+    from consumer_sdk.snapshot.chunks import ChunkRows
     from consumer_sdk.wire.column_types import Column
 
     _Converter = Callable[[Any, bool], Any]

@@ -17,8 +17,8 @@ from consumer_sdk.wire.subjects import format_table_name
 if TYPE_CHECKING:
     import argparse
 
-    from consumer_sdk.snapshot import Snapshot
-    from consumer_sdk.snapshot_request import SnapshotProgress
+    from consumer_sdk.snapshot.request import SnapshotProgress
+    from consumer_sdk.snapshot.snapshot import Snapshot
 
 
 def add_arguments(subparsers: Any) -> None:

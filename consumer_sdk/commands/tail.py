@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from consumer_sdk.changes import ChangeFeed
     from consumer_sdk.client import Client
-    from consumer_sdk.decoder import Stored
+    from consumer_sdk.reading.changes import ChangeFeed
+    from consumer_sdk.reading.decoder import Stored
     from consumer_sdk.wire.envelope import Event
 
 _COLOURS = {

@@ -1,9 +1,9 @@
 """Mirrors: tables kept equal to the source, transaction by transaction."""
 
-from consumer_sdk.mirror.memory import MemoryTarget
 from consumer_sdk.mirror.notices import MirrorStatus, Notice
 from consumer_sdk.mirror.runner import Mirror, mirror
-from consumer_sdk.mirror.target import (
+from consumer_sdk.targets.memory import MemoryTarget
+from consumer_sdk.targets.target import (
     CannotAlter,
     Lane,
     MirrorPosition,
@@ -12,7 +12,7 @@ from consumer_sdk.mirror.target import (
     Target,
     TargetState,
 )
-from consumer_sdk.mirror.target_url import open_target
+from consumer_sdk.targets.target_url import open_target
 
 __all__ = [
     "CannotAlter",

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
 from consumer_sdk.mirror.notices import MirrorStatus, Notice
-from consumer_sdk.mirror.target import Lane, SnapshotRow, TableCopy
+from consumer_sdk.targets.target import Lane, SnapshotRow, TableCopy
+from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from consumer_sdk.client import Client
     from consumer_sdk.mirror.writer import Writer
-    from consumer_sdk.snapshot import Snapshot, SnapshotMeta
+    from consumer_sdk.snapshot.snapshot import Snapshot, SnapshotMeta
     from consumer_sdk.wire.column_types import TableSchema
 
 # Snapshots asked for together share one export in the source.

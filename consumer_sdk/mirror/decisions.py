@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from consumer_sdk.mirror.target import MirrorPosition, TableCopy, TableName
+    from consumer_sdk.targets.target import MirrorPosition, TableCopy, TableName
     from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.envelope import Event
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from consumer_sdk.mirror.decisions import RepairNeeded
-from consumer_sdk.mirror.target import Lane, MirrorPosition
+from consumer_sdk.targets.target import Lane, MirrorPosition
 
 if TYPE_CHECKING:
-    from consumer_sdk.mirror.target import TableCopy, TableName
+    from consumer_sdk.targets.target import TableCopy, TableName
     from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.envelope import Event
 

@@ -8,22 +8,22 @@ from contextlib import aclosing, suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.errors import NotAvailable
 from consumer_sdk.mirror.decisions import Commit
-from consumer_sdk.mirror.horizon import is_read_through, newest_lsn
+from consumer_sdk.reading.horizon import is_read_through, newest_lsn
+from consumer_sdk.transport.cancellation import stay_cancelled
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from consumer_sdk.changes import ChangeFeed
     from consumer_sdk.client import Client
-    from consumer_sdk.decoder import Stored
     from consumer_sdk.mirror.decisions import Action
     from consumer_sdk.mirror.handoff import HandOff
     from consumer_sdk.mirror.notices import MirrorStatus
-    from consumer_sdk.mirror.target import TableName
     from consumer_sdk.mirror.writer import Writer
+    from consumer_sdk.reading.changes import ChangeFeed
+    from consumer_sdk.reading.decoder import Stored
+    from consumer_sdk.targets.target import TableName
 
 IDLE_SECONDS = 2.0
 PROBE_SECONDS = 0.25

@@ -23,20 +23,20 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairNeeded
-from consumer_sdk.mirror.evolution import Effect, compare
 from consumer_sdk.mirror.followed import follow_source
-from consumer_sdk.mirror.target import Lane
-from consumer_sdk.progress import gap_of
+from consumer_sdk.reading.progress import gap_of
+from consumer_sdk.targets.evolution import Effect, compare
+from consumer_sdk.targets.target import Lane
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from consumer_sdk.decoder import Stored
     from consumer_sdk.mirror.decisions import Action
     from consumer_sdk.mirror.followed import FollowedCopy, FollowedSource
-    from consumer_sdk.mirror.target import MirrorPosition, TableCopy, TableName, TargetState
+    from consumer_sdk.reading.decoder import Stored
+    from consumer_sdk.targets.target import MirrorPosition, TableCopy, TableName, TargetState
     from consumer_sdk.wire.envelope import Event
 
 SPILL_EVENTS = 2000

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
-    from consumer_sdk.mirror.target import MirrorPosition, TableName
+    from consumer_sdk.targets.target import MirrorPosition, TableName
 
 MOST_NAMES = 8
 

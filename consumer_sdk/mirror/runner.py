@@ -14,26 +14,26 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from consumer_sdk.cancellation import stay_cancelled
 from consumer_sdk.errors import GapError, NotAvailable, UnknownTable, UsageError
 from consumer_sdk.mirror.bootstrap import Loader
 from consumer_sdk.mirror.decisions import RepairNeeded
 from consumer_sdk.mirror.follower import Follower, Outcome
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.notices import MirrorStatus, Notice, table_list
-from consumer_sdk.mirror.target import Lane, TableCopy, TableName, TargetState
-from consumer_sdk.mirror.target_url import open_target
 from consumer_sdk.mirror.writer import Writer
-from consumer_sdk.schema import resolve_table
+from consumer_sdk.reading.schema import resolve_table
+from consumer_sdk.targets.target import Lane, TableCopy, TableName, TargetState
+from consumer_sdk.targets.target_url import open_target
+from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from consumer_sdk.client import Client
-    from consumer_sdk.mirror.target import Target
-    from consumer_sdk.schema import TableName as TableSpelling
-    from consumer_sdk.stream import StreamBounds
+    from consumer_sdk.reading.schema import TableName as TableSpelling
+    from consumer_sdk.reading.stream import StreamBounds
+    from consumer_sdk.targets.target import Target
     from consumer_sdk.wire.column_types import TableSchema
 
 logger = logging.getLogger(__name__)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from consumer_sdk.holds import hold
 from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairNeeded
-from consumer_sdk.mirror.target import CannotAlter, Lane, TableCopy
+from consumer_sdk.targets.target import CannotAlter, Lane, TableCopy
+from consumer_sdk.transport.holds import hold
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from consumer_sdk.mirror.decisions import Action
-    from consumer_sdk.mirror.target import SnapshotRow, Target, TargetState
+    from consumer_sdk.targets.target import SnapshotRow, Target, TargetState
 
 
 class Writer:

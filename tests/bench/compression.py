@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import zstandard
 
-from bridge.snapshot.chunks import ChunkHead
-from bridge.snapshot.dictionaries import train
+from bridge.jetstream.dictionaries import train
+from bridge.snapshot.formats.chunks import ChunkHead
 
 if TYPE_CHECKING:
     from collections.abc import Callable

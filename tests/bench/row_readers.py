@@ -6,12 +6,12 @@ import json
 from timeit import repeat
 from typing import TYPE_CHECKING, Any
 
-from bridge.snapshot.copy import compile_row_decoder, parse_row
-from bridge.values import ColumnType
-from bridge.wal.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.rows import RowConverter
+from bridge.events.values import ColumnType
+from bridge.snapshot.formats.copy import compile_row_decoder, parse_row
 from bridge.wal.messages import Insert, Update
 from bridge.wal.pgoutput import decode
-from bridge.wal.rows import RowConverter
 from consumer_sdk.wire import oids
 from tests.pgoutput_encoder import encode_message
 

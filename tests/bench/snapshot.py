@@ -13,7 +13,7 @@ import msgpack
 import nats
 from nats.js.api import StreamConfig
 
-from bridge.snapshot.service import SnapshotService
+from bridge.snapshot.coordinator.service import SnapshotService
 from bridge.telemetry.stats import BridgeStats
 from consumer_sdk.wire import Subjects
 from tests.bench.rig import cpu_seconds, fresh_name, peak_rss_mb, tool
@@ -173,7 +173,7 @@ def _worker_pids() -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if b"bridge.snapshot.worker" in (entry / "cmdline").read_bytes():
+                if b"bridge.snapshot.worker.process" in (entry / "cmdline").read_bytes():
                     found.append(int(entry.name))
             except OSError:
                 continue

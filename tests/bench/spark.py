@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from bridge.demo.servers import free_port
+from bridge.embedded.servers import free_port
 from consumer_sdk.errors import UnknownTable
-from consumer_sdk.settings import NatsSettings
-from spark_consumer.cdc_source import CdcSource
-from spark_consumer.delta_lake import DeltaLake
-from spark_consumer.job import JobSettings, SparkJob
-from spark_consumer.manifest import Manifest
-from spark_consumer.nats_thread import NatsThread
-from spark_consumer.schema_archive import SchemaArchive
-from spark_consumer.session import open_session
-from spark_consumer.staging import DecodingPlan, stage_changes
-from spark_consumer.table_setup import TableSetup
-from spark_consumer.table_writer import TableWriter
+from consumer_sdk.transport.settings import NatsSettings
+from spark_consumer.job.job import JobSettings, SparkJob
+from spark_consumer.job.staging import DecodingPlan, stage_changes
+from spark_consumer.job.table_setup import TableSetup
+from spark_consumer.job.table_writer import TableWriter
+from spark_consumer.lake.delta_lake import DeltaLake
+from spark_consumer.lake.manifest import Manifest
+from spark_consumer.lake.schema_archive import SchemaArchive
+from spark_consumer.runtime.nats_thread import NatsThread
+from spark_consumer.runtime.session import open_session
+from spark_consumer.source.cdc_source import CdcSource
 from tests.bench.rig import fresh_name
 from tests.fixtures.bridge_process import BridgeProcess, clean_environment
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from consumer_sdk.wire.column_types import TableSchema
-    from spark_consumer.manifest import ManifestEntry
-    from spark_consumer.table_writer import KeptTable
+    from spark_consumer.job.table_writer import KeptTable
+    from spark_consumer.lake.manifest import ManifestEntry
     from tests.bench.rig import Rig
 
 ROWS = 2_000_000

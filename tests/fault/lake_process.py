@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from deltalake import DeltaTable
 from deltalake.exceptions import TableNotFoundError
 
-from bridge.demo.guarded_process import GuardedProcess
-from bridge.demo.guardian import children
+from bridge.embedded.guarded_process import GuardedProcess
+from bridge.embedded.guardian import children
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.waiting import eventually
 from tests.spark.lake_oracle import assert_same_rows, lake_table

@@ -66,24 +66,24 @@ MUTATIONS = (
         "the record's position as message id",
         (
             Edit(
-                "bridge/wal/reader.py",
+                "bridge/publish/reader.py",
                 r"                        feed\(frame, XLOG_DATA_HEADER_BYTES\)",
                 "                        RECORD[0] = int.from_bytes(frame[1:9], 'big')\n"
                 "                        feed(frame, XLOG_DATA_HEADER_BYTES)",
             ),
             Edit(
-                "bridge/wal/reader.py",
+                "bridge/publish/reader.py",
                 r"\n\nclass WalReader",
-                "\nfrom bridge.wal.assembler import RECORD\n\n\nclass WalReader",
+                "\nfrom bridge.events.assembler import RECORD\n\n\nclass WalReader",
             ),
             Edit(
-                "bridge/wal/assembler.py",
+                "bridge/events/assembler.py",
                 MSG_ID,
                 "msg_id = b'%x%b' % (RECORD[0], parts.id_head[parts.id_head.index(b'-'):-1])\n"
                 "        # What is too large",
             ),
             Edit(
-                "bridge/wal/assembler.py",
+                "bridge/events/assembler.py",
                 r"\n\nclass Assembler",
                 "\nRECORD = [0]\n\n\nclass Assembler",
             ),
@@ -104,7 +104,7 @@ MUTATIONS = (
     ),
     mutation(
         "an unchanged TOASTed value is null in the mirror",
-        "consumer_sdk/mirror/sql_rows.py",
+        "consumer_sdk/targets/sql_rows.py",
         r"            data, old = event\.data, event\.old\n            moved",
         "            data = event.data = {**dict.fromkeys(event.unchanged), **event.data}\n"
         "            old = event.old\n            moved",
@@ -114,7 +114,7 @@ MUTATIONS = (
     ),
     mutation(
         "Spark folds whole rows, an unchanged TOASTed value is null",
-        "spark_consumer/fold.py",
+        "spark_consumer/changes/fold.py",
         r"missing = fn\.coalesce\(fn\.array_contains\(UNCHANGED, name\), fn\.lit\(False\)\)",
         "missing = fn.lit(False)",
         "tests/spark/test_fold.py::test_any_history_folded_at_once_leaves_the_rows_it_left",
@@ -122,14 +122,14 @@ MUTATIONS = (
     ),
     mutation(
         "message ids without the ordinal",
-        "bridge/wal/assembler.py",
+        "bridge/events/assembler.py",
         MSG_ID,
         "msg_id = b'%b0%b' % (parts.id_head, self._id_tail)\n        # What is too large",
         KILL_ONCE,
     ),
     mutation(
         "streaming from the current end of the log",
-        "bridge/wal/connection.py",
+        "bridge/postgres/connection.py",
         r"result = await self\._execute\(f'START_REPLICATION SLOT \"\{slot\}\" LOGICAL 0/0 ",
         "position = (await self.command('IDENTIFY_SYSTEM'))[0][2]\n"
         "        result = await self._execute("
@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     mutation(
         "confirming what was received instead of what is stored",
-        "bridge/wal/reader.py",
+        "bridge/publish/reader.py",
         r"confirmed = self\._confirmed_lsn\(\)\n        self\._status_lsn = confirmed",
         "confirmed = self._received_lsn\n        self._status_lsn = confirmed",
         f"{KILL}::test_what_was_read_and_not_stored_is_not_confirmed",
@@ -147,7 +147,7 @@ MUTATIONS = (
     ),
     mutation(
         "resuming from the slot without reading the stream",
-        "bridge/continuity.py",
+        "bridge/publish/continuity.py",
         r"        Resume\(\n            record\.commit_lsn,\n            record\.next_seq,",
         "        Resume(\n            0,\n            0,",
         KILL_ONCE,
@@ -155,7 +155,7 @@ MUTATIONS = (
     ),
     mutation(
         "no fence",
-        "bridge/publish/fence.py",
+        "bridge/jetstream/fence.py",
         r"        if self\._compares:",
         "        if not self._compares:",
         "tests/fault/test_stale_writers.py::"
@@ -164,7 +164,7 @@ MUTATIONS = (
     ),
     mutation(
         "open batches of a stale writer go on",
-        "bridge/publish/fence.py",
+        "bridge/jetstream/fence.py",
         r"        if not self\._batched:",
         "        if self._batched:",
         "tests/fault/test_stale_writers.py::test_taking_the_fence_ends_a_batch_that_was_left_open",
@@ -181,7 +181,7 @@ MUTATIONS = (
     ),
     mutation(
         "the newest message of a subject is taken for ours",
-        "bridge/publish/readback.py",
+        "bridge/jetstream/readback.py",
         r"        except \(WireError, KeyError, TypeError, ValueError, OverflowError\):\n"
         r"            record\.doubtful = True",
         "        except Exception:\n            pass",

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from bridge.publish.batches import FastIngestWriter, PlainWriter
-from bridge.publish.fence import Fence, Fenced
-from bridge.publish.frames import FrameWriter
-from bridge.publish.outgoing import Outgoing
+from bridge.events.outgoing import Outgoing
+from bridge.jetstream.batches import FastIngestWriter, PlainWriter
+from bridge.jetstream.fence import Fence, Fenced
+from bridge.jetstream.frames import FrameWriter
 from tests.fault.scenario import create_stream
 from tests.fault.stream_reader import read_stream
 

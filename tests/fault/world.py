@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 import nats
 import psycopg
 
-from bridge.demo.guarded_process import free_port
-from bridge.demo.guardian import children
-from bridge.demo.servers import NatsCluster, NatsServer, PostgresServer
+from bridge.embedded.guarded_process import free_port
+from bridge.embedded.guardian import children
+from bridge.embedded.servers import NatsCluster, NatsServer, PostgresServer
 from tests.fault.judge import PATIENCE_SECONDS, Judge
 from tests.fault.lake_process import LakeProcess
 from tests.fault.scenario import Scenario, ignore
@@ -348,7 +348,7 @@ class World:
 
 def _is_worker(pid: int) -> bool:
     try:
-        return b"bridge.snapshot.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"bridge.snapshot.worker.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bridge.schemas.catalog import Catalog
+from bridge.postgres.catalog import Catalog
 
 
 async def test_a_cancelled_query_whose_connection_breaks_stays_cancelled(database, pg, tcp_proxy):

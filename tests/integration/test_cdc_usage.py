@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from consumer_sdk.cli import run
+from consumer_sdk.commands.cli import run
 from consumer_sdk.commands.options import seconds
-from consumer_sdk.version import __version__
+from consumer_sdk.transport.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bridge.demo.servers import NatsServer
+    from bridge.embedded.servers import NatsServer
 
 COMMANDS = ("schema", "tables", "tail", "snapshot", "mirror", "verify")
 

@@ -8,9 +8,9 @@ import threading
 import psycopg
 import pytest
 
+from bridge.jetstream.streams import api
 from bridge.preflight.continuity import check_continuity, read_standing
 from bridge.preflight.postgres import connect_for_check
-from bridge.publish.streams import api
 from consumer_sdk.wire.envelope import encode
 from tests.fixtures.postgres import both_versions
 

@@ -15,7 +15,7 @@ import nats
 import psycopg
 import pytest
 
-from bridge.publish.streams import api
+from bridge.jetstream.streams import api
 from consumer_sdk.wire import Subjects
 from tests.fault.nats_binaries import nats_binary
 from tests.fixtures.waiting import wait_until
@@ -23,7 +23,7 @@ from tests.fixtures.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.demo.servers import NatsServer, PostgresServer
+    from bridge.embedded.servers import NatsServer, PostgresServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
 

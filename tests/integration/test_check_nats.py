@@ -11,10 +11,10 @@ import nats
 import pytest
 
 from bridge.errors import BrokerError
+from bridge.jetstream.streams import api
 from bridge.preflight import Finding, raise_if_blocked
 from bridge.preflight.nats import check_nats
 from bridge.preflight.permissions import check_permissions
-from bridge.publish.streams import api
 from consumer_sdk.wire import Subjects
 from consumer_sdk.wire.envelope import encode
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
 
-    from bridge.demo.servers import NatsCluster, NatsServer
+    from bridge.embedded.servers import NatsCluster, NatsServer
 
 SECOND = 1_000_000_000
 SOUND: dict[str, Any] = {

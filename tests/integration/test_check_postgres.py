@@ -11,18 +11,18 @@ import psycopg
 import pytest
 
 from bridge.errors import SourceError
+from bridge.postgres.publication import read_publication
 from bridge.preflight import Finding, raise_if_blocked
 from bridge.preflight.postgres import (
     check_postgres,
     check_replication_connection,
     connect_for_check,
 )
-from bridge.preflight.published import read_publication
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.demo.servers import PostgresServer
+    from bridge.embedded.servers import PostgresServer
     from tests.fixtures.postgres import Database
 
 

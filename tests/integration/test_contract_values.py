@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from bridge.demo.postgres_cluster import WHEEL_TREES
+from bridge.embedded.postgres import WHEEL_TREES
 from consumer_sdk.wire.column_types import TableSchema, restore_json
 from tests.fixtures.cdc_log import CdcLog
 from tests.fixtures.nats import delete_streams

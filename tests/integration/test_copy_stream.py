@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from bridge.schemas.catalog import Catalog
-from bridge.snapshot.copy_stream import _rows_from_socket, _rows_through_libpq
+from bridge.postgres.catalog import Catalog
 from bridge.snapshot.errors import SnapshotError
 from bridge.snapshot.tables import read_shape, set_session
+from bridge.snapshot.worker.copy_stream import _rows_from_socket, _rows_through_libpq
 from tests.fixtures.postgres import both_versions
 
 if TYPE_CHECKING:

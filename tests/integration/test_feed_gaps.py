@@ -16,7 +16,7 @@ from tests.fixtures.publisher import Publisher, ids, read_events
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
-    from bridge.demo.servers import NatsServer
+    from bridge.embedded.servers import NatsServer
 
 
 async def test_a_purged_stream_is_a_gap(publisher: Publisher, client: Client) -> None:
@@ -43,8 +43,8 @@ async def test_a_purge_under_a_lagging_feed_is_a_gap(publisher: Publisher, clien
 async def test_trimming_other_tables_is_no_gap_for_an_idle_feed(
     publisher: Publisher, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumer_sdk.deliveries.EXPIRES_SECONDS", 1.0)
-    monkeypatch.setattr("consumer_sdk.deliveries.HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr("consumer_sdk.reading.deliveries.EXPIRES_SECONDS", 1.0)
+    monkeypatch.setattr("consumer_sdk.reading.deliveries.HEARTBEAT_SECONDS", 0.3)
     await publisher.insert(1)
     feed = client.feed(["users"], 1)
     assert ids(await read_events(feed, 1)) == [1]
@@ -75,7 +75,7 @@ async def test_a_recreated_stream_is_a_gap(publisher: Publisher, client: Client)
 async def test_a_deleted_stream_is_a_gap(
     publisher: Publisher, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumer_sdk.pull.STREAM_GONE_SECONDS", 0.5)
+    monkeypatch.setattr("consumer_sdk.reading.pull.STREAM_GONE_SECONDS", 0.5)
     await publisher.insert(1)
     feed = client.feed(["users"], 1)
     await read_events(feed, 1)
@@ -101,7 +101,7 @@ async def test_a_missing_stream_is_not_available(nats_server: NatsServer, prefix
 async def test_a_stream_deleted_under_a_filtered_feed_is_a_gap(
     publisher: Publisher, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumer_sdk.pull.STREAM_GONE_SECONDS", 0.5)
+    monkeypatch.setattr("consumer_sdk.reading.pull.STREAM_GONE_SECONDS", 0.5)
     for number in range(20):
         await publisher.insert(number, table="users" if number % 2 else "orders")
     feed = client.feed(["users"], 1, max_batch=1)

@@ -13,15 +13,15 @@ from consumer_sdk.errors import (
     AccessDenied,
     NotAvailable,
 )
-from consumer_sdk.stream import leader_of
+from consumer_sdk.reading.stream import leader_of
 from tests.fixtures.publisher import Publisher, ids, read_events
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.demo.servers import NatsCluster, NatsServer
-    from consumer_sdk.pull import PullConsumer
+    from bridge.embedded.servers import NatsCluster, NatsServer
+    from consumer_sdk.reading.pull import PullConsumer
     from tests.fixtures.tcp_proxy import TcpProxy
 
 
@@ -68,9 +68,9 @@ async def test_a_deaf_connection_is_noticed_by_missing_heartbeats(
     tcp_proxy: Callable[[int], TcpProxy],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("consumer_sdk.deliveries.HEARTBEAT_SECONDS", 0.2)
-    monkeypatch.setattr("consumer_sdk.deliveries.STALL_SECONDS", 0.6)
-    monkeypatch.setattr("consumer_sdk.connection.API_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("consumer_sdk.reading.deliveries.HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr("consumer_sdk.reading.deliveries.STALL_SECONDS", 0.6)
+    monkeypatch.setattr("consumer_sdk.transport.connection.API_TIMEOUT_SECONDS", 0.5)
     proxy = tcp_proxy(nats_server.port)
     async with connect(proxy.through(nats_server.url), prefix=prefix) as client:
         feed = client.feed(["users"], 1)
@@ -128,7 +128,7 @@ async def test_without_the_fast_lane_the_subscription_delivers_the_same(
 ) -> None:
     from nats.protocol.parser import Parser
 
-    from consumer_sdk.connection import LogConnection
+    from consumer_sdk.transport.connection import LogConnection
 
     monkeypatch.delattr(LogConnection, "_process_msg")
     monkeypatch.setattr(client.nc, "_ps", Parser(client.nc))

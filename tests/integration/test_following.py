@@ -13,14 +13,14 @@ from consumer_sdk.errors import (
     GapError,
     UsageError,
 )
-from consumer_sdk.starting_point import SourcePosition
+from consumer_sdk.reading.starting_point import SourcePosition
 from consumer_sdk.wire.envelope import encode
 from tests.fixtures.publisher import EPOCH, Publisher
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
     from consumer_sdk.client import Client
-    from consumer_sdk.transactions import Transaction
+    from consumer_sdk.reading.transactions import Transaction
 
 
 async def next_transactions(source: Any, count: int) -> list[Transaction]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from consumer_sdk import connect
-from consumer_sdk.mirror.horizon import newest_lsn
+from consumer_sdk.reading.horizon import newest_lsn
 from tests.fixtures.publisher import Publisher
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
-    from bridge.demo.servers import NatsServer
+    from bridge.embedded.servers import NatsServer
 
 
 async def test_positions_of_another_epoch_say_nothing_of_this_one(

@@ -11,7 +11,7 @@ from consumer_sdk.errors import (
     GapError,
     UsageError,
 )
-from consumer_sdk.log import read_log_blocking, read_log_blocking_raw
+from consumer_sdk.reading.log import read_log_blocking, read_log_blocking_raw
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:

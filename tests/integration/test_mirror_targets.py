@@ -14,10 +14,10 @@ import pytest
 from consumer_sdk.errors import TargetError, UsageError
 from consumer_sdk.mirror import MemoryTarget, open_target
 from consumer_sdk.mirror.handoff import HandOff
-from consumer_sdk.mirror.postgres import PostgresTarget
-from consumer_sdk.mirror.sqlite import SqliteTarget
-from consumer_sdk.mirror.target import Lane, MirrorPosition, TableCopy
 from consumer_sdk.mirror.writer import Writer
+from consumer_sdk.targets.postgres import PostgresTarget
+from consumer_sdk.targets.sqlite import SqliteTarget
+from consumer_sdk.targets.target import Lane, MirrorPosition, TableCopy
 from consumer_sdk.wire.oids import FLOAT8, INT4, NUMERIC
 from tests.mirror_model import (
     CREATED,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from consumer_sdk.mirror.target import TableName
+    from consumer_sdk.targets.target import TableName
     from consumer_sdk.wire.column_types import TableSchema
 
 KINDS = ["memory", "sqlite", "postgres"]

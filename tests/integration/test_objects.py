@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from bridge.publish import objects
-from bridge.publish.objects import ObjectWriter
+from bridge.jetstream import objects
+from bridge.jetstream.objects import ObjectWriter
 
 if TYPE_CHECKING:
     import pytest

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from nats.aio.client import Client as NatsClient
     from nats.aio.msg import Msg
 
-    from bridge.demo.servers import NatsServer
+    from bridge.embedded.servers import NatsServer
     from consumer_sdk.client import Client
-    from consumer_sdk.snapshot_request import SnapshotProgress
+    from consumer_sdk.snapshot.request import SnapshotProgress
 
 ROWS = [[{"id": 1, "body": b"a"}, {"id": 2, "body": None}], [{"id": 3, "body": b"c"}]]
 FLAT = [row for chunk in ROWS for row in chunk]
@@ -206,7 +206,7 @@ async def refuses_to_reuse(publisher: Publisher, client: Client, **options: Any)
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumer_sdk.snapshot_request.ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("consumer_sdk.snapshot.request.ANSWER_SECONDS", 0.3)
 
 
 @pytest.mark.usefixtures("impatient")

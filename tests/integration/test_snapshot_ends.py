@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from bridge.snapshot.ranges import PIECE_BYTES
+from bridge.snapshot.tables import PIECE_BYTES
 from tests.fixtures.postgres import both_versions
 from tests.fixtures.snapshots import Snapshots as Harness
 from tests.fixtures.waiting import eventually
@@ -20,7 +20,7 @@ from tests.fixtures.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.demo.servers import PostgresServer
+    from bridge.embedded.servers import PostgresServer
     from tests.fixtures.postgres import Database
     from tests.fixtures.snapshots import Holds, Snapshots
 
@@ -40,7 +40,7 @@ def worker_pids() -> list[int]:
     return [
         int(pid)
         for pid, parent, arguments in (entry for entry in fields if len(entry) == 3)
-        if int(parent) == os.getpid() and "bridge.snapshot.worker" in arguments
+        if int(parent) == os.getpid() and "bridge.snapshot.worker.process" in arguments
     ]
 
 
@@ -265,7 +265,7 @@ async def test_a_structure_that_never_rests_ends_in_a_clear_error(
     async def alter_when_exported(_: str) -> None:
         database.execute(f"ALTER TABLE users ADD COLUMN c{next(columns)} int")
 
-    monkeypatch.setattr("bridge.snapshot.run.hold_async", alter_when_exported)
+    monkeypatch.setattr("bridge.snapshot.coordinator.run.hold_async", alter_when_exported)
     await snapshots.start()
     answers = await asyncio.gather(snapshots.ask("users"), snapshots.ask("quiet"))
     reason = await snapshots.failure("users", answers[0]["snapshot_id"])
@@ -317,7 +317,7 @@ async def test_a_worker_that_hangs_is_ended_and_its_snapshot_fails(
     await holds.wait_reached("snapshot.chunk.3")
     (pid,) = worker_pids()
     os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr("bridge.snapshot.crew.SILENCE_STEP_SECONDS", 0.2)
+    monkeypatch.setattr("bridge.snapshot.coordinator.worker_pool.SILENCE_STEP_SECONDS", 0.2)
     reason = await snapshots.failure("users", answer["snapshot_id"])
     assert f"process {pid}" in reason
     assert "no sign of life" in reason
@@ -334,7 +334,7 @@ async def test_locks_of_a_worker_that_nobody_tells_on_do_not_last(
     """As where the bridge is frozen: applications must be able to change their tables."""
     create_users(database)
     await snapshots.start()
-    monkeypatch.setattr("bridge.snapshot.run.UNTOLD_SECONDS", 0.5)
+    monkeypatch.setattr("bridge.snapshot.coordinator.run.UNTOLD_SECONDS", 0.5)
     holds.set("snapshot.locked")
     answer = await snapshots.begin("users")
     await holds.wait_reached("snapshot.locked")
@@ -359,7 +359,7 @@ async def test_workers_serve_the_next_snapshot_and_end_when_idle(
     assert worker_pids() == [first]
     os.kill(first, signal.SIGKILL)
     await eventually(lambda: worker_pids() == [])
-    monkeypatch.setattr("bridge.snapshot.crew.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("bridge.snapshot.coordinator.worker_pool.IDLE_SECONDS", 0.1)
     assert len((await snapshots.take("users", fresh=True)).rows) == 10
     await eventually(lambda: worker_pids() == [], what="idle workers end")
 
@@ -497,7 +497,7 @@ async def test_worker_arguments_and_environment_hold_no_secret(
     shown = subprocess.run(
         ["ps", "eww", "-p", str(pid)], capture_output=True, text=True, check=True
     ).stdout
-    assert "bridge.snapshot.worker" in shown
+    assert "bridge.snapshot.worker.process" in shown
     assert password not in shown
     assert os.getpriority(os.PRIO_PROCESS, pid) > os.getpriority(os.PRIO_PROCESS, os.getpid())
     holds.release("snapshot.piece")

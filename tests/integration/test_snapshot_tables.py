@@ -263,7 +263,7 @@ async def test_chunks_stay_below_a_small_max_payload(
 async def test_large_tables_are_split_over_workers_without_loss(
     database: Database, snapshots: Snapshots, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.snapshot.ranges.PIECE_BYTES", 512 * 1024)
+    monkeypatch.setattr("bridge.snapshot.tables.PIECE_BYTES", 512 * 1024)
     database.execute(
         "CREATE TABLE t (id int PRIMARY KEY, v text);"
         "INSERT INTO t SELECT g, 'value number ' || g FROM generate_series(1, 60000) g;"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from consumer_sdk.errors import GapError
-from consumer_sdk.pull import PullConsumer
+from consumer_sdk.reading.pull import PullConsumer
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ async def test_messages_purged_while_a_reader_asked_for_nothing_are_a_gap(
 async def test_messages_purged_with_nothing_after_them_are_a_gap_too(
     publisher: Publisher, reader: PullConsumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumer_sdk.deliveries.EXPIRES_SECONDS", 1.0)
+    monkeypatch.setattr("consumer_sdk.reading.deliveries.EXPIRES_SECONDS", 1.0)
     await publisher.insert(5)
     await publisher.js.purge_stream(publisher.subjects.cdc_stream)
     with pytest.raises(GapError, match="trimmed or purged"):

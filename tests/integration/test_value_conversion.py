@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bridge.snapshot.copy import compile_row_decoder
-from bridge.values import ColumnType, converter_for, is_raw
-from bridge.wal.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.rows import RowConverter
+from bridge.events.values import ColumnType, converter_for, is_raw
+from bridge.snapshot.formats.copy import compile_row_decoder
 from bridge.wal.messages import (
     UNCHANGED,
     Begin,
@@ -26,7 +27,6 @@ from bridge.wal.messages import (
     Update,
 )
 from bridge.wal.pgoutput import decode
-from bridge.wal.rows import RowConverter
 from tests.fixtures.postgres import both_versions
 from tests.pgoutput_encoder import encode_row
 

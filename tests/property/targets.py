@@ -13,19 +13,19 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import ProtocolError
-from bridge.publish.record import Record
-from bridge.snapshot.copy_stream import FrameSplitter
+from bridge.jetstream.record import Record
+from bridge.snapshot.coordinator.requests import body_is_json, parse_request
 from bridge.snapshot.errors import Refused, SnapshotError
-from bridge.snapshot.options import body_is_json, parse_request
+from bridge.snapshot.worker.copy_stream import FrameSplitter
 from bridge.telemetry.http import HttpServer
 from bridge.telemetry.stats import BridgeStats
 from bridge.wal.framing import POSTGRES_EPOCH_US, parse_frame
 from bridge.wal.messages import UNCHANGED, Begin, Insert, Relation, RelationColumn, Truncate
 from bridge.wal.pgoutput import decode
-from consumer_sdk.decoder import EventDecoder
 from consumer_sdk.errors import CdcError
-from consumer_sdk.snapshot import decode_meta
-from consumer_sdk.stream import Frame
+from consumer_sdk.reading.decoder import EventDecoder
+from consumer_sdk.reading.stream import Frame
+from consumer_sdk.snapshot.snapshot import decode_meta
 from consumer_sdk.wire import Subjects, decode_payload, read_events
 from consumer_sdk.wire.envelope import encode
 from consumer_sdk.wire.errors import WireError

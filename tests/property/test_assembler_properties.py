@@ -5,7 +5,8 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from bridge.publish.record import Record
+from bridge.events.resume import Resume
+from bridge.jetstream.record import Record
 from bridge.wal.messages import (
     UNCHANGED,
     Begin,
@@ -16,7 +17,6 @@ from bridge.wal.messages import (
     Truncate,
     Update,
 )
-from bridge.wal.resume import Resume
 from consumer_sdk.wire.envelope import events_of
 from tests.assembler_harness import Harness, structure
 

@@ -11,10 +11,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from consumer_sdk.mirror.handoff import HandOff
-from consumer_sdk.mirror.memory import MemoryTarget
-from consumer_sdk.mirror.sqlite import SqliteTarget
-from consumer_sdk.mirror.target import Lane, Target
 from consumer_sdk.mirror.writer import Writer
+from consumer_sdk.targets.memory import MemoryTarget
+from consumer_sdk.targets.sqlite import SqliteTarget
+from consumer_sdk.targets.target import Lane, Target
 from tests.mirror_model import CREATED, ModelSource, ModelStream, normalized, table_schema
 
 TABLES = {

@@ -9,10 +9,10 @@ from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from consumer_sdk.decoder import Stored
 from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairNeeded
 from consumer_sdk.mirror.handoff import HandOff
-from consumer_sdk.mirror.target import TargetState
+from consumer_sdk.reading.decoder import Stored
+from consumer_sdk.targets.target import TargetState
 from consumer_sdk.wire.envelope import Event
 from tests.mirror_model import CREATED, table_schema
 from tests.property.test_handoff_properties import ALL, TABLES, make_sources

@@ -15,10 +15,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from consumer_sdk.mirror import bootstrap, follower, handoff, runner
-from consumer_sdk.mirror.memory import MemoryTarget
 from consumer_sdk.mirror.runner import Mirror
-from consumer_sdk.mirror.sqlite import SqliteTarget
-from consumer_sdk.mirror.target import Lane
+from consumer_sdk.targets.memory import MemoryTarget
+from consumer_sdk.targets.sqlite import SqliteTarget
+from consumer_sdk.targets.target import Lane
 from tests.mirror_model import normalized
 from tests.mirror_world import World
 

@@ -15,42 +15,42 @@ import pyarrow as pa
 import pytest
 from hypothesis import settings
 
+from bridge.jetstream.record import Record
 from bridge.publish.progress import load_progress
-from bridge.publish.record import Record
 from bridge.schemas.coverage_watch import load_coverage
 from bridge.schemas.store import read_document
-from bridge.snapshot.records import Records
-from consumer_sdk.chunk import ChunkReader
+from bridge.snapshot.coordinator.records import Records
 from consumer_sdk.commands import schemas, tail
 from consumer_sdk.commands.files import open_writer
 from consumer_sdk.commands.terminal import Paint
-from consumer_sdk.decoder import EventDecoder
 from consumer_sdk.errors import CdcError
 from consumer_sdk.mirror.decisions import Alter, Apply, RepairNeeded
-from consumer_sdk.mirror.fold import Fold
 from consumer_sdk.mirror.handoff import HandOff
-from consumer_sdk.mirror.sqlite import SqliteTarget
-from consumer_sdk.mirror.table_side import TableLayout
-from consumer_sdk.mirror.target import Lane, MirrorPosition, SnapshotRow, TableCopy
-from consumer_sdk.progress import decode_progress
-from consumer_sdk.schema import read_schema
-from consumer_sdk.snapshot import Snapshot, decode_meta
-from consumer_sdk.stream import Frame
-from consumer_sdk.transactions import TransactionBuilder
+from consumer_sdk.reading.decoder import EventDecoder
+from consumer_sdk.reading.progress import decode_progress
+from consumer_sdk.reading.schema import read_schema
+from consumer_sdk.reading.stream import Frame
+from consumer_sdk.reading.transactions import TransactionBuilder
+from consumer_sdk.snapshot.chunks import ChunkReader
+from consumer_sdk.snapshot.snapshot import Snapshot, decode_meta
+from consumer_sdk.targets.sqlite import SqliteTarget
+from consumer_sdk.targets.target import Lane, MirrorPosition, SnapshotRow, TableCopy
+from consumer_sdk.verify.fold import Fold
+from consumer_sdk.verify.table_side import TableLayout
 from consumer_sdk.wire import Subjects
 from consumer_sdk.wire.column_types import Column, TableSchema
-from spark_consumer.change_batches import ChangeDecoder
-from spark_consumer.event_rows import envelope_batches, typed_batches
-from spark_consumer.lake import LakePosition
-from spark_consumer.snapshot_chunks import ChunkDecoder
-from spark_consumer.table_shape import shape_of
+from spark_consumer.changes.change_batches import ChangeDecoder
+from spark_consumer.changes.table_shape import shape_of
+from spark_consumer.lake.lake import LakePosition
+from spark_consumer.source.event_rows import envelope_batches, typed_batches
+from spark_consumer.source.snapshot_chunks import ChunkDecoder
 from tests.property import mutated_documents as valid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from consumer_sdk.decoder import Stored
+    from consumer_sdk.reading.decoder import Stored
 
 USERS = TableSchema.from_document(valid.SCHEMA)
 REFUSALS = (CdcError, RepairNeeded)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from bridge.ring import Ring
+from bridge.publish.ring import Ring
 
 sizes = st.integers(0, 60)
 

@@ -10,13 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bridge.errors import ProtocolError
-from bridge.snapshot.copy import compile_row_decoder, parse_row
-from bridge.values import ColumnType, converter_for, is_raw
-from bridge.wal.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.row_writers import can_write, compile_row_writer, compile_update_writer
+from bridge.events.rows import RowConverter
+from bridge.events.values import ColumnType, converter_for, is_raw
+from bridge.snapshot.formats.copy import compile_row_decoder, parse_row
 from bridge.wal.messages import UNCHANGED, BinaryValue, Insert, Row
 from bridge.wal.pgoutput import decode
-from bridge.wal.row_writers import can_write, compile_row_writer, compile_update_writer
-from bridge.wal.rows import RowConverter
 from consumer_sdk.wire import oids
 from tests.pgoutput_encoder import encode_row
 

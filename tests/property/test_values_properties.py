@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.errors import ProtocolError
-from bridge.values import ColumnType, converter_for, is_raw
+from bridge.events.values import ColumnType, converter_for, is_raw
 from consumer_sdk.wire import oids
 
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=12)

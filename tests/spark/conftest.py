@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from consumer_sdk.schema import resolve_table
-from consumer_sdk.settings import NatsSettings
-from spark_consumer.cdc_source import CdcSource
-from spark_consumer.job import JobSettings, SparkJob
-from spark_consumer.session import open_session
-from spark_consumer.snapshot_source import SnapshotSource
+from consumer_sdk.reading.schema import resolve_table
+from consumer_sdk.transport.settings import NatsSettings
+from spark_consumer.job.job import JobSettings, SparkJob
+from spark_consumer.runtime.session import open_session
+from spark_consumer.source.cdc_source import CdcSource
+from spark_consumer.source.snapshot_source import SnapshotSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from bridge.demo.servers import NatsServer
+    from bridge.embedded.servers import NatsServer
 
 
 @pytest.fixture(scope="session")

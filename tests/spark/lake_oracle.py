@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 from psycopg import sql
 
 from consumer_sdk.wire.subjects import parse_table_name
-from spark_consumer.delta_lake import DeltaLake
+from spark_consumer.lake.delta_lake import DeltaLake
 
 if TYPE_CHECKING:
     from pathlib import Path

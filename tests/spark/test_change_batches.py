@@ -11,11 +11,11 @@ from consumer_sdk.errors import CorruptData, GapError, VersionTooNew
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
-from spark_consumer.change_batches import ChangeDecoder
-from spark_consumer.change_columns import ChangeFacts
+from spark_consumer.changes.change_batches import ChangeDecoder
+from spark_consumer.changes.change_columns import ChangeFacts
+from spark_consumer.changes.table_shape import evolve, shape_of
 from spark_consumer.errors import SchemaChangeError, UnrepresentableError
-from spark_consumer.lake import LakePosition
-from spark_consumer.table_shape import evolve, shape_of
+from spark_consumer.lake.lake import LakePosition
 
 AT = LakePosition("slot", 1, 7, stream_seq=10, commit_lsn=500, complete_at=0, schema_version=1)
 

@@ -14,12 +14,12 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from consumer_sdk.errors import GapError
-from spark_consumer import cli, java
-from spark_consumer.delta_lake import DeltaLake
+from spark_consumer import cli
 from spark_consumer.errors import LakeBusyError, SetupError
-from spark_consumer.lake import LakePosition
-from spark_consumer.lake_directory import lake_directory
-from spark_consumer.lake_lock import sole_job
+from spark_consumer.lake.delta_lake import DeltaLake
+from spark_consumer.lake.directory import lake_directory, sole_job
+from spark_consumer.lake.lake import LakePosition
+from spark_consumer.runtime import java
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from spark_consumer.delta_lake import DeltaLake, DeltaLakeTable
 from spark_consumer.errors import LakeConflictError, LakeError
-from spark_consumer.lake import LakePosition, MergePlan
-from spark_consumer.parquet_files import DataFile, ParquetWriter
+from spark_consumer.lake.delta_lake import DeltaLake, DeltaLakeTable
+from spark_consumer.lake.lake import LakePosition, MergePlan
+from spark_consumer.lake.parquet_files import DataFile, ParquetWriter
 
 COLUMNS = pa.schema(
     [("id", pa.int64()), ('Odd "Col".', pa.string()), ("tags", pa.list_(pa.string()))]

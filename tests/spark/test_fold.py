@@ -9,8 +9,8 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import types as st
 
-from spark_consumer.change_columns import ChangeFacts
-from spark_consumer.fold import (
+from spark_consumer.changes.change_columns import ChangeFacts
+from spark_consumer.changes.fold import (
     apply_bag,
     apply_keyed,
     change_schema,

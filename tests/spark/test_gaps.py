@@ -10,8 +10,8 @@ from deltalake import DeltaTable
 
 from consumer_sdk.errors import CorruptData, GapError
 from consumer_sdk.wire.subjects import Subjects
-from spark_consumer.delta_lake import DeltaLake
 from spark_consumer.errors import LakeError, LakeOptionsError, UnsuitableTableError
+from spark_consumer.lake.delta_lake import DeltaLake
 from tests.fixtures.waiting import wait_until
 from tests.spark.lake_oracle import assert_same_rows, lake_table
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client as NatsClient
 
-    from bridge.demo.servers import NatsServer
+    from bridge.embedded.servers import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
     from tests.spark.conftest import Jobs

@@ -10,10 +10,10 @@ import pytest
 from deltalake.exceptions import TableNotFoundError
 
 from consumer_sdk.wire.envelope import encode
-from spark_consumer.delta_lake import DeltaLake
 from spark_consumer.errors import SchemaChangeError, SparkConsumerError, UnrepresentableError
-from spark_consumer.manifest import Manifest
-from spark_consumer.nats_thread import NatsThread
+from spark_consumer.lake.delta_lake import DeltaLake
+from spark_consumer.lake.manifest import Manifest
+from spark_consumer.runtime.nats_thread import NatsThread
 from tests.fixtures.waiting import wait_until
 from tests.spark.conftest import Jobs
 from tests.spark.lake_oracle import assert_same_rows, lake_rows, lake_table, source_rows
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from consumer_sdk.client import Client
-    from consumer_sdk.settings import NatsSettings
+    from consumer_sdk.transport.settings import NatsSettings
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
 
@@ -337,7 +337,7 @@ def test_tables_that_others_optimize_meanwhile_are_tried_again(
                 found = lake_table(jobs.lake, table).optimize.compact()
                 optimized.append(found["numFilesRemoved"])
 
-    monkeypatch.setattr("spark_consumer.table_writer.hold", optimize)
+    monkeypatch.setattr("spark_consumer.job.table_writer.hold", optimize)
     database.execute("TRUNCATE users; INSERT INTO users VALUES (7)")
     database.execute("DELETE FROM heap WHERE ctid = (SELECT ctid FROM heap LIMIT 1)")
     jobs.once("users", "heap")
@@ -377,7 +377,7 @@ def test_a_run_ends_with_a_summary(
     def note(_: object, event: str, **fields: Any) -> None:
         lines.append({"event": event, **fields})
 
-    monkeypatch.setattr("spark_consumer.job.note", note)
+    monkeypatch.setattr("spark_consumer.job.job.note", note)
     jobs.once("users")
     database.execute("INSERT INTO users VALUES (4), (5)")
     jobs.once("users")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from consumer_sdk.wire.column_types import TableSchema
-from spark_consumer import manifest as manifest_module
-from spark_consumer.manifest import Manifest, ManifestEntry, SourceMark
-from spark_consumer.schema_archive import SchemaArchive
+from spark_consumer.lake import manifest as manifest_module
+from spark_consumer.lake.manifest import Manifest, ManifestEntry, SourceMark
+from spark_consumer.lake.schema_archive import SchemaArchive
 
 if TYPE_CHECKING:
     from pathlib import Path

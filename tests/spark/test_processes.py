@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bridge.demo.guarded_process import GuardedProcess
-from spark_consumer.manifest import Manifest
+from bridge.embedded.guarded_process import GuardedProcess
+from spark_consumer.lake.manifest import Manifest
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.waiting import wait_until
 from tests.spark.lake_oracle import assert_same_rows, lake_table
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from bridge.demo.servers import NatsServer
+    from bridge.embedded.servers import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
     from tests.spark.conftest import Jobs

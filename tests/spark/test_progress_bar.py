@@ -6,9 +6,9 @@ import io
 import logging
 from typing import TYPE_CHECKING
 
-from consumer_sdk.snapshot_request import SnapshotProgress
-from spark_consumer import progress_bar
-from spark_consumer.progress_bar import JobWatch, ProgressBar
+from consumer_sdk.snapshot.request import SnapshotProgress
+from spark_consumer.job import progress_bar
+from spark_consumer.job.progress_bar import JobWatch, ProgressBar
 from tests.fixtures.waiting import wait_until
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 from deltalake import write_deltalake
 
-from spark_consumer.query import register_views
+from spark_consumer.lake.query import register_views
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from spark_consumer import __file__ as package
-from spark_consumer import cli, query
+from spark_consumer import cli
+from spark_consumer.lake import query
 from tests.spark.lake_oracle import lake_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.demo.servers import NatsServer
+    from bridge.embedded.servers import NatsServer
     from tests.fixtures.postgres import Database
     from tests.spark.conftest import Jobs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from consumer_sdk.errors import UsageError
-from spark_consumer.source_options import CdcOptions, SnapshotOptions, split_tables
+from spark_consumer.source.options import CdcOptions, SnapshotOptions, split_tables
 
 SERVERS = {"servers": "nats://127.0.0.1:4999"}
 

@@ -9,8 +9,8 @@ import pytest
 
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.column_types import TableSchema
+from spark_consumer.changes.table_shape import TableShape, evolve, lake_columns, shape_of
 from spark_consumer.errors import SchemaChangeError, UnsuitableTableError
-from spark_consumer.table_shape import TableShape, evolve, lake_columns, shape_of
 
 Spec = dict[str, Any]
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from consumer_sdk.decoder import Stored
+from consumer_sdk.reading.decoder import Stored
 from consumer_sdk.wire.envelope import Event
-from spark_consumer.transaction_ends import BatchEnds
+from spark_consumer.source.transaction_ends import BatchEnds
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

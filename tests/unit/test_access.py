@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.telemetry.access import is_loopback, refuse_foreign_host, refuse_shutdown
+from bridge.telemetry.http import is_loopback, refuse_foreign_host, refuse_shutdown
 
 LOCAL = {"Host": "127.0.0.1:9090"}
 

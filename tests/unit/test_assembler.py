@@ -7,8 +7,9 @@ import hashlib
 import pytest
 
 from bridge.errors import HistoryBroken, ProtocolError
-from bridge.publish.outgoing import ITEM_OVERHEAD, Outgoing, Oversized, SchemaNotice
-from bridge.wal.assembler import PACK_BYTES, PACK_ROWS
+from bridge.events.assembler import PACK_BYTES, PACK_ROWS
+from bridge.events.outgoing import ITEM_OVERHEAD, Outgoing, Oversized, SchemaNotice
+from bridge.events.resume import Resume
 from bridge.wal.messages import (
     UNCHANGED,
     Begin,
@@ -22,7 +23,6 @@ from bridge.wal.messages import (
     Type,
     Update,
 )
-from bridge.wal.resume import Resume
 from consumer_sdk.wire import decode_payload, oids
 from tests.assembler_harness import EPOCH, SOURCE, Harness, structure
 from tests.pgoutput_encoder import encode_message

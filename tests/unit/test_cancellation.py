@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bridge.cancellation import stay_cancelled
+from consumer_sdk.transport.cancellation import stay_cancelled
 
 
 async def test_what_arrives_together_with_a_cancellation_does_not_undo_it():

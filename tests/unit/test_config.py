@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from bridge import cli, config, setting_values
+from bridge import cli, config
+from bridge import config as setting_values
 from bridge.errors import SettingsError
-from bridge.publish.link import options_of, servers_of, shown_servers
-from bridge.wal.connection import conninfo_of
+from bridge.jetstream.link import options_of, servers_of, shown_servers
+from bridge.postgres.connection import conninfo_of
 
 SECRET = "s3cr3t-Word"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.continuity import Server, decide
-from bridge.publish.record import Record
-from bridge.wal.resume import Resume
+from bridge.events.resume import Resume
+from bridge.jetstream.record import Record
+from bridge.publish.continuity import Server, decide
 
 SERVER = Server("777", 1, "shop", flushed_lsn=0x9000)
 CREATED = 1_700_000_000_000_000

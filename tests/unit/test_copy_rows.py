@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from bridge.errors import ProtocolError
-from bridge.snapshot.copy import compile_row_decoder, parse_row
-from bridge.values import ColumnType
+from bridge.events.values import ColumnType
+from bridge.snapshot.formats.copy import compile_row_decoder, parse_row
 from consumer_sdk.wire import oids
 
 COLUMNS = [

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from consumer_sdk import deliveries
-from consumer_sdk.deliveries import Deliveries
+from consumer_sdk.reading import deliveries
+from consumer_sdk.reading.deliveries import Deliveries
 
 HEARTBEAT = b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer: 0\r\n\r\n"
 EXPIRED = b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 4\r\n\r\n"

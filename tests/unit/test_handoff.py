@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replace_event
 
-from consumer_sdk.decoder import Stored
 from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairNeeded
 from consumer_sdk.mirror.handoff import HandOff
-from consumer_sdk.mirror.memory import MemoryTarget
-from consumer_sdk.mirror.target import Lane, MirrorPosition, TableCopy, TargetState
 from consumer_sdk.mirror.writer import Writer
+from consumer_sdk.reading.decoder import Stored
+from consumer_sdk.targets.memory import MemoryTarget
+from consumer_sdk.targets.target import Lane, MirrorPosition, TableCopy, TargetState
 from tests.mirror_model import (
     CREATED,
     ModelSource,

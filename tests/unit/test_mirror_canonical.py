@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from consumer_sdk.errors import CorruptData
-from consumer_sdk.mirror import postgres_values, sqlite_values
-from consumer_sdk.mirror.canonical import Spelling
+from consumer_sdk.targets import postgres as postgres_values
+from consumer_sdk.targets import sqlite as sqlite_values
+from consumer_sdk.targets.canonical import Spelling
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.errors import MISFITS
 from tests.mirror_model import column

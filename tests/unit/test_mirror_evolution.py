@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consumer_sdk.mirror.evolution import Effect, compare, key_columns
+from consumer_sdk.targets.evolution import Effect, compare, key_columns
 from consumer_sdk.wire.oids import INT4, INT8, NUMERIC, TEXT, TIMESTAMP, VARCHAR
 from tests.mirror_model import column, table_schema
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.launch.process_list import without_secrets
+from consumer_sdk.launch.process_list import without_secrets
 
 
 @pytest.mark.parametrize(

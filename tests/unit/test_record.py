@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.publish.outgoing import Outgoing
-from bridge.publish.record import Record, is_counted, is_held
+from bridge.events.outgoing import Outgoing
+from bridge.jetstream.record import Record, is_counted, is_held
 from consumer_sdk.wire import WireError
 
 

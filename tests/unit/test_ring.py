@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from bridge.ring import Ring
+from bridge.publish.ring import Ring
 
 
 @pytest.mark.parametrize(("slots", "size"), [(0, 1), (1, 1), (3, 1), (12, 1), (4, 0), (-2, 1)])

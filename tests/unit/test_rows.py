@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from bridge.errors import ProtocolError
-from bridge.values import ColumnType
-from bridge.wal.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.rows import RowConverter
+from bridge.events.values import ColumnType
 from bridge.wal.messages import UNCHANGED, BinaryValue, Row
-from bridge.wal.rows import RowConverter
 from consumer_sdk.wire import oids
 from tests.pgoutput_encoder import encode_row
 

@@ -10,7 +10,7 @@ import nkeys
 import pytest
 
 from consumer_sdk.errors import UsageError
-from consumer_sdk.settings import NatsSettings
+from consumer_sdk.transport.settings import NatsSettings
 
 if TYPE_CHECKING:
     from pathlib import Path

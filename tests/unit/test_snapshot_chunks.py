@@ -13,13 +13,13 @@ import pytest
 import zstandard
 
 from bridge.errors import ProtocolError
-from bridge.snapshot.arrow_batches import BatchParser
-from bridge.snapshot.arrow_chunks import ArrowEncoder
-from bridge.snapshot.chunks import ChunkHead, Content, Sealer, byte_limit
-from bridge.snapshot.dictionaries import dictionary_id, train
-from bridge.snapshot.row_chunks import RowEncoder
+from bridge.events.values import ColumnType
+from bridge.jetstream.dictionaries import dictionary_id, train
+from bridge.snapshot.formats.arrow_batches import BatchParser
+from bridge.snapshot.formats.arrow_chunks import ArrowEncoder
+from bridge.snapshot.formats.chunks import ChunkHead, Content, Sealer, byte_limit
+from bridge.snapshot.formats.row_chunks import RowEncoder
 from bridge.snapshot.tables import CopyColumn
-from bridge.values import ColumnType
 from consumer_sdk.wire import decode_payload, oids
 
 HEAD = ChunkHead("src", 17, "t", "public", "snap", 2**40)

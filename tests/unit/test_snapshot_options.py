@@ -7,8 +7,8 @@ import json
 import msgpack
 import pytest
 
+from bridge.snapshot.coordinator.requests import Options, body_is_json, parse_request
 from bridge.snapshot.errors import Refused
-from bridge.snapshot.options import Options, body_is_json, parse_request
 
 
 def parse(body: bytes, headers: dict[str, str] | None = None) -> Options:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from bridge.snapshot import ranges
-from bridge.snapshot.ranges import Piece, copy_sql, cut, lock_sql, useful_workers
+from bridge.events.values import ColumnType
+from bridge.snapshot import tables as ranges
 from bridge.snapshot.tables import (
     CopyColumn,
+    Piece,
     Size,
     Storage,
     TableShape,
+    copy_sql,
+    cut,
+    lock_sql,
     shape_document,
     shape_from_document,
+    useful_workers,
 )
-from bridge.values import ColumnType
 
 
 def shape(leaves: int = 1, *, readable: bool = True, row_filter: str | None = None) -> TableShape:

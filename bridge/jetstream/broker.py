@@ -1,0 +1,102 @@
+"""What a session needs on the side of NATS: streams, buckets and the object store."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nats.js.errors import NotFoundError
+
+from bridge.errors import BrokerError, DataAtRiskError, Retryable
+from bridge.jetstream.link import server_version
+from bridge.jetstream.streams import (
+    ApiError,
+    cdc_config,
+    ensure_bucket,
+    ensure_objects,
+    ensure_stream,
+    init_config,
+    stream_state,
+)
+from bridge.publish.progress import load_progress
+from consumer_sdk.transport.cancellation import stay_cancelled
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.js.kv import KeyValue
+    from nats.js.object_store import ObjectStore
+
+    from bridge.config import Settings
+    from consumer_sdk.wire.subjects import Subjects
+
+BUCKET_POLL_SECONDS = 5.0
+LEAST_VERSION = (2, 10, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """A connection to NATS, and everything there that a bridge writes to."""
+
+    client: Client
+    subjects: Subjects
+    schemas: KeyValue
+    bridge: KeyValue
+    objects: ObjectStore
+    dictionaries: KeyValue
+
+    async def watch_buckets(self) -> None:
+        """Raise Retryable when a bucket was deleted: the next session creates and fills it."""
+        names = self.subjects
+        while True:
+            await stay_cancelled()
+            await asyncio.sleep(BUCKET_POLL_SECONDS)
+            for name in (names.schemas_bucket, names.bridge_bucket, names.dicts_bucket):
+                try:
+                    found = await stream_state(self.client, f"KV_{name}")
+                except (ApiError, Retryable):
+                    # A NATS that is away is noticed by those who write to it.
+                    break
+                if found is None:
+                    raise Retryable(f"bucket {name} has gone; it is created again")
+
+
+async def open_broker(client: Client, settings: Settings) -> Broker:
+    """Find streams and buckets, create those that are missing."""
+    subjects, replicas = settings.subjects, settings.replicas
+    js = client.jetstream()
+    version = server_version(client)
+    if version < LEAST_VERSION:
+        raise BrokerError(
+            f"nats-server {'.'.join(map(str, version))} is too old; 2.10 is the least"
+        )
+    await _refuse_lost_stream(client, settings)
+    await ensure_stream(
+        client, subjects.cdc_stream, subjects.cdc_all, cdc_config(settings, version)
+    )
+    await ensure_stream(client, subjects.init_stream, subjects.init_all, init_config(settings))
+    return Broker(
+        client=client,
+        subjects=subjects,
+        schemas=await ensure_bucket(js, subjects.schemas_bucket, history=10, replicas=replicas),
+        bridge=await ensure_bucket(js, subjects.bridge_bucket, history=1, replicas=replicas),
+        dictionaries=await ensure_bucket(js, subjects.dicts_bucket, history=1, replicas=replicas),
+        objects=await ensure_objects(js, subjects.objects_bucket, settings),
+    )
+
+
+async def _refuse_lost_stream(client: Client, settings: Settings) -> None:
+    """Stop before a stream is created where one has been that is gone."""
+    subjects = settings.subjects
+    try:
+        if await stream_state(client, subjects.cdc_stream) is not None:
+            return
+        bucket = await client.jetstream().key_value(subjects.bridge_bucket)
+    except (ApiError, NotFoundError):
+        # Nothing was there before, or creating the stream will say what is wrong.
+        return
+    if settings.on_gap != "new-epoch" and await load_progress(bucket, settings.slot) is not None:
+        raise DataAtRiskError(
+            f"continuity of source {settings.slot} is lost: stream {subjects.cdc_stream} is gone; "
+            "start with --on-gap=new-epoch to create it and go on, consumers will bootstrap again"
+        )

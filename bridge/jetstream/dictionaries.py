@@ -1,0 +1,104 @@
+"""zstd dictionaries: trained per table from sampled rows, kept in KV, found by readers by id.
+
+A dictionary is what a small message lacks, the text that came before. It pays for single events
+and small chunks; a full chunk is its own dictionary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Final
+
+import nats.errors
+import nats.js.errors
+import zstandard
+
+from bridge.snapshot.formats.row_chunks import RowContent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nats.js.kv import KeyValue
+
+    from bridge.snapshot.formats.chunks import Content
+
+DICTIONARY_BYTES: Final = 16 * 1024
+FEWEST_SAMPLES: Final = 200
+MOST_SAMPLES: Final = 2000
+SAMPLES_PER_CHUNK: Final = 500
+MOST_SAMPLE_BYTES: Final = 1024 * 1024
+
+
+def train(samples: Sequence[bytes], size: int = DICTIONARY_BYTES) -> bytes | None:
+    """A dictionary for messages like these; None where they are too few or too unlike."""
+    if len(samples) < FEWEST_SAMPLES:
+        return None
+    try:
+        return zstandard.train_dictionary(size, list(samples)).as_bytes()
+    except zstandard.ZstdError:
+        return None
+
+
+def dictionary_id(content: bytes) -> str:
+    """The id under which readers find a dictionary: its own checksum."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+class SampleTaker:
+    """Keeps rows of a snapshot, evenly from each chunk, to train a dictionary from."""
+
+    def __init__(self) -> None:
+        self._samples: list[bytes] = []
+        self._bytes = 0
+
+    def look_at(self, content: Content) -> None:
+        """Take some rows of a chunk, as encoded."""
+        if not isinstance(content, RowContent):
+            return
+        for row in content.samples(SAMPLES_PER_CHUNK) if self._wants_more else ():
+            self._samples.append(row)
+            self._bytes += len(row)
+
+    @property
+    def _wants_more(self) -> bool:
+        return len(self._samples) < MOST_SAMPLES and self._bytes < MOST_SAMPLE_BYTES
+
+    def train(self) -> bytes | None:
+        """A dictionary from what was kept."""
+        return train(self._samples)
+
+
+class DictionaryStore:
+    """The dictionaries of all tables, in the bucket `zstd_dicts`.
+
+    Under its id lies a dictionary's content; under `table.{token}.{format}` the id of the newest
+    one made for that table.
+    """
+
+    def __init__(self, bucket: KeyValue) -> None:
+        self._bucket = bucket
+        self._known: dict[str, tuple[str, bytes]] = {}
+
+    async def current(self, token: str, form: str) -> tuple[str, bytes] | None:
+        """Id and content of the table's newest dictionary, if it has one."""
+        key = f"table.{token}.{form}"
+        if key not in self._known:
+            try:
+                pointer = await self._bucket.get(key)
+                name = (pointer.value or b"").decode("ascii", errors="replace")
+                content = (await self._bucket.get(name)).value
+            except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
+                return None
+            if not content or dictionary_id(content) != name:
+                return None
+            self._known[key] = (name, content)
+        return self._known[key]
+
+    async def add(self, token: str, form: str, content: bytes) -> str:
+        """Store a table's dictionary; it can be used once this returns."""
+        name = dictionary_id(content)
+        await self._bucket.put(name, content)
+        key = f"table.{token}.{form}"
+        await self._bucket.put(key, name.encode())
+        self._known[key] = (name, content)
+        return name

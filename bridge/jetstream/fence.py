@@ -1,0 +1,229 @@
+"""The fence: whoever wrote the newest message on `cdc.$fence.{source}` may publish.
+
+From server 2.11 on every batch names the sequence of its own fence, so the stream itself refuses a
+stale writer. Older servers cannot compare with another subject; there a lease in the KV bucket
+must be fresh before each batch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import nats.errors
+from nats.js.errors import APIError, KeyNotFoundError, KeyWrongLastSequenceError
+
+from bridge.errors import Retryable
+from bridge.jetstream.batches import end_batch
+from bridge.jetstream.streams import NO_MESSAGE_FOUND, ApiError, api, stored_message
+from consumer_sdk.wire.envelope import decode_payload, encode
+from consumer_sdk.wire.errors import WireError
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.js.kv import KeyValue
+
+LEASE_SECONDS = 5.0
+RENEW_SECONDS = 2.0
+PUBLISH_TIMEOUT_SECONDS = 5.0
+TAKE_ATTEMPTS = 10
+WRONG_LAST_SEQUENCE = (10071, 10164)
+
+
+class Fenced(Exception):
+    """Another bridge has taken over this source."""
+
+
+class PublishRefused(Exception):
+    """The stream did not take the message."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _Written(NamedTuple):
+    """A fence as the stream has it: who wrote it, and under which fence that one wrote before."""
+
+    sequence: int
+    instance: str
+    before: int
+
+
+class Fence:
+    """Our right to publish for one source.
+
+    `compares` says that the server can hold a batch against the fence, `batched` that stale
+    writers may have left a fast-ingest batch open, which the fence alone does not stop.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        stream: str,
+        subject: str,
+        source: str,
+        instance: str,
+        as_json: bool,
+        compares: bool,
+        batched: bool,
+    ) -> None:
+        self._client = client
+        self._stream = stream
+        self._subject = subject
+        self._source = source
+        self._instance = instance
+        self._as_json = as_json
+        self._compares = compares
+        self._batched = batched
+        self._count = 0
+        self.sequence = 0
+        self.msg_id = b""
+        """Message id of our newest fence."""
+        self.headers = b""
+        """Header lines that make a batch fail once somebody else holds the fence."""
+        self.batch_id = b""
+        """Name of the batches written under this fence."""
+
+    async def take(self) -> int:
+        """Take over, by the right of holding the slot."""
+        for _ in range(TAKE_ATTEMPTS):
+            newest = await self._newest()
+            try:
+                # Naming the fence before ours makes a replicated stream refuse whatever is
+                # held against it while ours is on its way.
+                await self._publish(newest.sequence)
+            except PublishRefused as error:
+                if error.code not in WRONG_LAST_SEQUENCE:
+                    raise
+                continue
+            await self._end_batches(newest.sequence, newest.before)
+            return self.sequence
+        raise Retryable("the fence is contended")
+
+    async def renew(self) -> int:
+        """Write the fence anew, unless somebody else has; whatever we still had under way fails."""
+        held = self.sequence
+        try:
+            await self._publish(held)
+        except PublishRefused as error:
+            if error.code != WRONG_LAST_SEQUENCE[0]:
+                raise
+            newest = await self._newest()
+            if newest.sequence and newest.instance != self._instance:
+                raise Fenced(f"source {self._source} was taken over by another bridge") from error
+            # One of ours whose acknowledgement was lost, or none: retention or a purge took it.
+            await self._publish(newest.sequence)
+        await self._end_batches(held)
+        return self.sequence
+
+    async def _end_batches(self, *fences: int) -> None:
+        """End what an earlier holder may have left open.
+
+        What such a batch stored before its end is behind our fence: write a second one behind it.
+        """
+        if not self._batched:
+            return
+        ended = [
+            await end_batch(self._client, self._subject, _batch_id(fence))
+            for fence in fences
+            if fence
+        ]
+        if any(ended):
+            await self._publish(self.sequence)
+
+    async def _newest(self) -> _Written:
+        try:
+            answer = await api(
+                self._client, f"STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._subject}
+            )
+        except ApiError as error:
+            if error.code == NO_MESSAGE_FOUND:
+                return _Written(0, "", 0)
+            raise Retryable(f"the fence cannot be read: {error}") from error
+        message = stored_message(answer)
+        try:
+            document = decode_payload(message.headers, message.data)
+            return _Written(message.seq, str(document["instance"]), int(document["before"]))
+        except (WireError, KeyError, TypeError, ValueError, OverflowError):
+            return _Written(message.seq, "", 0)
+
+    async def _publish(self, before: int) -> None:
+        self._count += 1
+        now = time.time_ns() // 1000
+        document = {
+            "v": 1,
+            "source": self._source,
+            "instance": self._instance,
+            "before": self.sequence or before,
+            "ts": now,
+        }
+        kind = "application/json" if self._as_json else "application/msgpack"
+        msg_id = f"fence-{self._source}-{self._instance}-{self._count}"
+        try:
+            reply = await self._client.request(
+                self._subject,
+                encode(document, as_json=self._as_json),
+                timeout=PUBLISH_TIMEOUT_SECONDS,
+                headers={
+                    "Nats-Msg-Id": msg_id,
+                    "Content-Type": kind,
+                    "Nats-Expected-Last-Subject-Sequence": str(before),
+                },
+            )
+        except (TimeoutError, nats.errors.Error, OSError) as error:
+            raise Retryable(f"fence not written: {str(error) or type(error).__name__}") from error
+        try:
+            answer = json.loads(reply.data)
+        except ValueError as error:
+            raise Retryable("fence not written: unreadable acknowledgement") from error
+        if "error" in answer:
+            raise PublishRefused(answer["error"].get("err_code", 0), answer["error"]["description"])
+        self.sequence = answer["seq"]
+        self.msg_id = msg_id.encode()
+        self.batch_id = _batch_id(self.sequence)
+        if self._compares:
+            self.headers = (
+                f"Nats-Expected-Last-Subject-Sequence: {self.sequence}\r\n"
+                f"Nats-Expected-Last-Subject-Sequence-Subject: {self._subject}\r\n"
+            ).encode()
+
+
+def _batch_id(fence_seq: int) -> bytes:
+    # Unique in the stream, and known to whoever reads the fence.
+    return b"fence%x" % fence_seq
+
+
+class Lease:
+    """A lease in KV for servers before 2.11: looked at before each batch, renewed in time."""
+
+    def __init__(self, bucket: KeyValue, *, source: str, instance: str) -> None:
+        self._bucket = bucket
+        self._key = f"lease.{source}"
+        self._source = source
+        self._value = instance.encode()
+        self._revision = 0
+        self._renewed = 0.0
+
+    async def take(self) -> None:
+        """Hold the lease from now on."""
+        try:
+            self._revision = await self._bucket.put(self._key, self._value)
+            self._renewed = time.monotonic()
+        except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
+            raise Retryable(f"lease not written: {error}") from error
+
+    async def keep(self, *, at_once: bool = False) -> None:
+        """Renew when due; Fenced when somebody else holds the lease."""
+        if not at_once and time.monotonic() - self._renewed < RENEW_SECONDS:
+            return
+        try:
+            self._revision = await self._bucket.update(self._key, self._value, last=self._revision)
+            self._renewed = time.monotonic()
+        except (KeyWrongLastSequenceError, KeyNotFoundError) as error:
+            raise Fenced(f"source {self._source} was taken over by another bridge") from error
+        except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
+            if at_once or time.monotonic() - self._renewed > LEASE_SECONDS:
+                raise Retryable(f"lease not renewed: {error}") from error

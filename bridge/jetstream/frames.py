@@ -1,0 +1,143 @@
+"""Frames of the NATS protocol, many in one write.
+
+The only module that touches a private part of nats-py: its transport. `FrameWriter.create` tries
+it on the living connection, and falls back to the public API where it does not do what it should.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from bridge.errors import Retryable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+
+    from bridge.events.outgoing import Outgoing
+
+SELF_TEST_SECONDS = 2.0
+
+
+Frame = tuple[bytes, bytes, bytes, bytes]
+"""Subject, reply subject, complete header lines without the status line, payload."""
+
+
+def encode_frames(frames: Sequence[Frame]) -> bytes:
+    """The frames as HPUB; 12 bytes are the status line and the closing line."""
+    return b"".join(
+        [
+            b"HPUB %b %b %d %d\r\nNATS/1.0\r\n%b\r\n%b\r\n"
+            % (
+                subject, reply, len(headers) + 12, len(headers) + 12 + len(payload),
+                headers, payload,
+            )
+            for subject, reply, headers, payload in frames
+        ]
+    )  # fmt: skip
+
+
+def encode_numbered(items: Iterable[Outgoing], reply: bytes, tail: bytes, start: int) -> bytes:
+    """Messages as HPUB, each with its number between the two parts of the reply subject."""
+    return b"".join(
+        [
+            b"HPUB %b %b%d%b %d %d\r\nNATS/1.0\r\nNats-Msg-Id: %b\r\n%b\r\n%b\r\n"
+            % (
+                subject, reply, place, tail, (size := len(msg_id) + len(lines) + 27),
+                size + len(payload), msg_id, lines, payload,
+            )
+            for place, (subject, msg_id, lines, payload, _, _, _, _, _, _, _) in enumerate(
+                items, start
+            )
+        ]
+    )  # fmt: skip
+
+
+class FrameWriter:
+    """Writes frames to a connection; `direct` says whether whole chunks bypass nats-py's buffer."""
+
+    def __init__(self, client: Client, *, direct: bool) -> None:
+        self._client = client
+        self.direct = direct
+
+    @classmethod
+    async def create(cls, client: Client) -> FrameWriter:
+        """Choose the way after a round trip over the direct one."""
+        writer = cls(client, direct=True)
+        if not await writer._works():
+            writer.direct = False
+        return writer
+
+    async def _works(self) -> bool:
+        inbox = self._client.new_inbox()
+        arrived: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+
+        async def take(message: Msg) -> None:
+            if not arrived.done():
+                arrived.set_result(message)
+
+        subscription = await self._client.subscribe(inbox, cb=take)
+        try:
+            await self._client.flush()
+            await self.write([(inbox.encode(), b"self.test", b"Try: 1\r\n", b"payload")])
+            message = await asyncio.wait_for(arrived, SELF_TEST_SECONDS)
+        except (AttributeError, TypeError, TimeoutError, Retryable):
+            return False
+        finally:
+            await subscription.unsubscribe()
+        return message.data == b"payload" and message.headers == {"Try": "1"}
+
+    async def write(self, frames: Sequence[Frame]) -> None:
+        """Hand all frames to the connection, in order; raises Retryable when it is down."""
+        if not self._client.is_connected:
+            raise Retryable("NATS is not connected")
+        try:
+            if self.direct:
+                await self._write(encode_frames(frames))
+            else:
+                for subject, reply, headers, payload in frames:
+                    await self._client.publish(
+                        subject.decode(),
+                        payload,
+                        reply=reply.decode(),
+                        headers=_as_map(headers),
+                    )
+        except (OSError, RuntimeError) as error:
+            raise Retryable(f"writing to NATS failed: {error}") from error
+
+    async def write_encoded(self, data: bytes) -> None:
+        """The same for what is encoded already; only where `direct`."""
+        if not self._client.is_connected:
+            raise Retryable("NATS is not connected")
+        try:
+            await self._write(data)
+        except (OSError, RuntimeError) as error:
+            raise Retryable(f"writing to NATS failed: {error}") from error
+
+    def write_at_once(self, data: bytes) -> bool:
+        """The same without waiting, `drain` does that later; False while it is down."""
+        transport = self._client._transport
+        if transport is None or not self._client.is_connected:
+            return False
+        transport.write(data)
+        return True
+
+    async def drain(self) -> None:
+        """Wait until the connection takes more."""
+        await self.write_encoded(b"")
+
+    async def _write(self, data: bytes) -> None:
+        transport = self._client._transport
+        if transport is None:
+            raise Retryable("NATS is not connected")
+        if data:
+            transport.write(data)
+        await transport.drain()  # type: ignore[no-untyped-call]
+
+
+def _as_map(headers: bytes) -> dict[str, str]:
+    lines = headers.decode().split("\r\n")
+    return dict(line.split(": ", 1) for line in lines if line)

@@ -1,0 +1,317 @@
+"""Reads the record back from the stream: at every start and after every doubt.
+
+The newest message of each subject is enough: the last one stored of a source is the newest on its
+subject. Where something else is the newest there, the tail of the stream is read, from where the
+KV bucket's progress record says what was stored. A read is valid only once it shows our own fence,
+since a replica may lag behind. Who only looks takes no fence: the newest message stands in for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from contextlib import aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import nats.errors
+from nats.js.errors import APIError, InvalidKeyError, KeyNotFoundError
+
+from bridge.errors import DataAtRiskError, Retryable
+from bridge.jetstream.record import Record, is_held
+from bridge.jetstream.streams import NO_MESSAGE_FOUND, ApiError, api, stored_message
+from consumer_sdk.wire.envelope import decode_payload
+from consumer_sdk.wire.errors import DictionaryMissing, WireError
+from consumer_sdk.wire.message_id import message_id, parse_message_id
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.js.kv import KeyValue
+
+    from bridge.events.outgoing import Outgoing
+    from bridge.jetstream.record import Document
+    from consumer_sdk.wire.subjects import Subjects
+
+PULL_MESSAGES = 256
+PULL_TIMEOUT_SECONDS = 10.0
+
+
+class RecordReader:
+    """Reads the record of one source; `is_foreign` tells the tables of other sources."""
+
+    def __init__(
+        self,
+        client: Client,
+        subjects: Subjects,
+        source: str,
+        is_foreign: Callable[[str], bool],
+        dictionaries: KeyValue | None,
+    ) -> None:
+        self._client = client
+        self._subjects = subjects
+        self._source = source
+        self._is_foreign = is_foreign
+        self._bucket = dictionaries
+        self._dictionaries: dict[str, bytes] = {}
+
+    async def read(self, fence_seq: int, kept: Document | None) -> Record:
+        """The record as of our fence, behind which nothing but ours comes.
+
+        `kept` is a progress record that outlives the stream's contents, as the KV bucket has it.
+        """
+        record = Record()
+        newest = {"deliver_policy": "last_per_subject", "filter_subject": self._subjects.cdc_all}
+        await self._read_until(fence_seq, record, newest)
+        if record.doubtful:
+            start = int(kept["stream_seq"]) + 1 if kept is not None else 1
+            tail = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(start, 1)}
+            await self._read_until(fence_seq, record, tail)
+        if kept is not None:
+            record.note_progress(kept)
+        return record
+
+    async def look(self, kept: Document | None) -> Record:
+        """The record as it stands, without a fence: a bridge may go on writing meanwhile.
+
+        What was stored before this call is in it; nothing is written.
+        """
+        record = Record()
+        last_seq = await self._last_seq()
+        if last_seq:
+            newest = {
+                "deliver_policy": "last_per_subject",
+                "filter_subject": self._subjects.cdc_all,
+            }
+            await self._read_until(last_seq, record, newest, whole=True)
+        if record.doubtful:
+            start = max(int(kept["stream_seq"]) + 1 if kept is not None else 1, 1)
+            if start <= last_seq:
+                tail = {
+                    "deliver_policy": "by_start_sequence",
+                    "opt_start_seq": start,
+                    "filter_subject": self._subjects.cdc_all,
+                }
+                await self._read_until(last_seq, record, tail, whole=True)
+        if kept is not None:
+            record.note_progress(kept)
+        return record
+
+    async def _last_seq(self) -> int:
+        """Sequence of the newest message the stream holds, 0 where it holds none."""
+        try:
+            answer = await api(
+                self._client,
+                f"STREAM.MSG.GET.{self._subjects.cdc_stream}",
+                {"last_by_subj": self._subjects.cdc_all},
+            )
+        except ApiError as error:
+            if error.code == NO_MESSAGE_FOUND:
+                return 0
+            raise Retryable(f"the record cannot be read: {error}") from error
+        return stored_message(answer).seq
+
+    async def message_id_at(self, seq: int) -> str | None:
+        """Id of the message with this sequence; None where it is not kept any more."""
+        try:
+            answer = await api(
+                self._client, f"STREAM.MSG.GET.{self._subjects.cdc_stream}", {"seq": seq}
+            )
+        except ApiError as error:
+            if error.code == NO_MESSAGE_FOUND:
+                return None
+            raise Retryable(f"the record cannot be read: {error}") from error
+        return stored_message(answer).headers.get("Nats-Msg-Id", "")
+
+    async def holds(self, item: Outgoing) -> bool:
+        """Whether the newest message on the item's subject is the item or one after it."""
+        try:
+            answer = await api(
+                self._client,
+                f"STREAM.MSG.GET.{self._subjects.cdc_stream}",
+                {"last_by_subj": item.subject.decode()},
+            )
+        except ApiError as error:
+            if error.code == NO_MESSAGE_FOUND:
+                return False
+            raise Retryable(f"the record cannot be read: {error}") from error
+        message = stored_message(answer)
+        record = Record()
+        await self._take(record, item.subject.decode(), message.headers, message.data)
+        return not record.doubtful and is_held(item, record)
+
+    async def _read_until(
+        self, last_seq: int, record: Record, config: Mapping[str, Any], *, whole: bool = False
+    ) -> None:
+        """Read until `last_seq` is seen; with `whole`, also all else there was at the beginning.
+
+        Behind a fence comes nothing of this source. Without one, a message of another source may
+        be the first beyond `last_seq`, and ours behind it.
+        """
+        for _ in range(20):
+            reached = False
+            async with self._consumer(config, bounded=whole) as messages:
+                async for message, seq in messages:
+                    headers = message.headers or {}
+                    await self._take(record, message.subject, headers, message.data)
+                    reached = reached or seq >= last_seq
+                    if reached and not whole:
+                        return
+            if reached:
+                return
+            await asyncio.sleep(0.25)  # a replica that lags behind the leader
+        raise Retryable("the stream's replica stays behind its leader")
+
+    async def _take(
+        self, record: Record, subject: str, headers: dict[str, str], data: bytes
+    ) -> None:
+        subjects = self._subjects
+        is_progress = subject == subjects.progress(self._source)
+        change = subjects.split_change(subject)
+        if change is not None and self._is_foreign(change[0]):
+            return
+        if (
+            not is_progress
+            and change is None
+            and not subject.startswith(f"{subjects.cdc}.$message.")
+        ):
+            return
+        try:
+            document = await self._decode(subject, headers, data)
+            if document.get("source") != self._source:
+                raise WireError("of another source")
+            msg_id = headers.get("Nats-Msg-Id", "")
+            if is_progress:
+                if not msg_id.startswith(f"{int(document['lsn']):x}-$progress.{self._source}-"):
+                    raise WireError("not a record of the bridge")
+                record.note_progress(document)
+            elif change is not None and change[1] == "schema":
+                if not isinstance(document["columns"], list):
+                    raise WireError("no columns")
+                record.schemas[change[0]] = document
+            else:
+                if not msg_id == document["msg_id"] == self._id_of(subject, document):
+                    raise WireError("not a message of the bridge")
+                record.note(document)
+            record.newest_ids.add(msg_id.encode())
+        except (WireError, KeyError, TypeError, ValueError, OverflowError):
+            record.doubtful = True
+
+    def _id_of(self, subject: str, document: Document) -> str:
+        """The id that a message with these contents has on a subject."""
+        change = self._subjects.split_change(subject)
+        number = "seq"
+        if change is None:
+            change, number = (subject.removeprefix(f"{self._subjects.cdc}."), "message"), "ordinal"
+        token, operation = change
+        return message_id(
+            int(document["lsn"]), token, operation, int(document[number]), int(document["epoch"])
+        )
+
+    async def _decode(self, subject: str, headers: dict[str, str], data: bytes) -> Document:
+        """Decode a message, after fetching the dictionary it is compressed with."""
+        try:
+            return decode_payload(headers, data, self._dictionaries)
+        except DictionaryMissing as missing:
+            name = missing.dictionary_id
+            try:
+                if self._bucket is None:
+                    raise KeyNotFoundError
+                entry = await self._bucket.get(name)
+            except KeyNotFoundError as error:
+                if not _looks_ours(self._subjects, subject, headers):
+                    raise missing from error
+                raise DataAtRiskError(
+                    f"dictionary {name}, which the newest messages are compressed with, has gone "
+                    "from KV, so the record cannot be read; restore it, or start with another "
+                    "--slot and have consumers bootstrap again"
+                ) from error
+            except InvalidKeyError:
+                raise missing from None
+            except (nats.errors.Error, APIError, TimeoutError, OSError) as error:
+                raise Retryable(f"dictionary {name} cannot be read: {error}") from error
+            self._dictionaries[name] = entry.value or b""
+            return decode_payload(headers, data, self._dictionaries)
+
+    @asynccontextmanager
+    async def _consumer(
+        self, config: Mapping[str, Any], *, bounded: bool
+    ) -> AsyncIterator[AsyncGenerator[tuple[Msg, int], None]]:
+        stream = self._subjects.cdc_stream
+        name = f"tailrace-record-{secrets.token_hex(6)}"
+        body = {
+            "stream_name": stream,
+            "action": "create",
+            "config": {
+                "name": name,
+                "ack_policy": "none",
+                "mem_storage": True,
+                "num_replicas": 1,
+                "inactive_threshold": int(30e9),
+                **config,
+            },
+        }
+        try:
+            created = await api(self._client, f"CONSUMER.CREATE.{stream}.{name}", body)
+        except ApiError as error:
+            raise Retryable(f"the record cannot be read: {error}") from error
+        inbox = self._client.new_inbox()
+        subscription = await self._client.subscribe(
+            inbox, pending_msgs_limit=-1, pending_bytes_limit=-1
+        )
+        try:
+            pending = created["num_pending"]
+            limit = pending if bounded else None
+            messages = self._messages(subscription, inbox, stream, name, pending, limit)
+            async with aclosing(messages):
+                yield messages
+        finally:
+            await subscription.unsubscribe()
+            try:
+                await api(self._client, f"CONSUMER.DELETE.{stream}.{name}")
+            except (ApiError, Retryable):
+                pass
+
+    async def _messages(
+        self,
+        subscription: Any,
+        inbox: str,
+        stream: str,
+        name: str,
+        pending: int,
+        limit: int | None,
+    ) -> AsyncGenerator[tuple[Msg, int], None]:
+        while pending:
+            request = {"batch": min(pending, PULL_MESSAGES), "expires": int(5e9)}
+            await self._client.publish(
+                f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}",
+                json.dumps(request).encode(),
+                reply=inbox,
+            )
+            for _ in range(request["batch"]):
+                try:
+                    message = await subscription.next_msg(timeout=PULL_TIMEOUT_SECONDS)
+                except (TimeoutError, nats.errors.Error) as error:
+                    raise Retryable(f"the record cannot be read: {error}") from error
+                if not message.reply:
+                    # A status of the server; what the stream holds comes with a reply subject.
+                    raise Retryable("the record cannot be read: the server gave up")
+                tokens = message.reply.split(".")
+                pending = int(tokens[-1])
+                if limit is not None:
+                    limit -= 1
+                    pending = min(pending, limit)
+                yield message, int(tokens[-4])
+                if not pending:
+                    return
+
+
+def _looks_ours(subjects: Subjects, subject: str, headers: dict[str, str]) -> bool:
+    """Whether a message that cannot be read has the id of a change on its subject."""
+    try:
+        found = parse_message_id(headers.get("Nats-Msg-Id", ""))
+    except WireError:
+        return False
+    return subject == f"{subjects.cdc}.{found.token}.{found.operation}"

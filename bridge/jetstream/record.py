@@ -1,0 +1,106 @@
+"""What the stream itself records of a source: how far it has come, without I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.wire.envelope import final_seq
+from consumer_sdk.wire.errors import WireError
+
+if TYPE_CHECKING:
+    from bridge.events.outgoing import Outgoing
+
+Document = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Record:
+    """What was found of one source; positions are those of its newest epoch."""
+
+    epoch: int = 0
+    progress: Document | None = None
+    commit_lsn: int = 0
+    next_seq: int = 0
+    next_ordinal: int = 0
+    ts: int = 0
+    """Commit time of the newest transaction."""
+    end_lsn: int = 0
+    """End of the newest transaction where a message with its end is there, else 0."""
+    schemas: dict[str, Document] = field(default_factory=dict)
+    """Last schema message of each table of this source."""
+    newest_ids: set[bytes] = field(default_factory=set)
+    """Ids of the newest messages of this source on their subjects."""
+    doubtful: bool = False
+    """A subject ends in something that is not ours: the tail must be scanned."""
+
+    def note(self, document: Document) -> None:
+        """Take one message of this source into account."""
+        epoch, lsn = document.get("epoch"), document.get("lsn")
+        if not isinstance(epoch, int) or not isinstance(lsn, int):
+            raise WireError("no epoch or position")
+        if document.get("operation") == "MESSAGE":
+            next_seq, next_ordinal = 0, int(document["ordinal"]) + 1
+        else:
+            next_seq, next_ordinal = final_seq(document) + 1, 0
+        if self.note_position(epoch, lsn, next_seq, next_ordinal, int(document["ts"])):
+            self.end_lsn = max(self.end_lsn, int(document.get("end_lsn") or 0))
+
+    def note_position(
+        self, epoch: int, lsn: int, next_seq: int, next_ordinal: int, ts: int
+    ) -> bool:
+        """Take a stored position into account; False where a newer transaction is known."""
+        if epoch < self.epoch or (epoch == self.epoch and lsn < self.commit_lsn):
+            return False
+        if (epoch, lsn) > (self.epoch, self.commit_lsn):
+            self.epoch, self.commit_lsn, self.ts = epoch, lsn, ts
+            self.next_seq = self.next_ordinal = self.end_lsn = 0
+        self.next_seq = max(self.next_seq, next_seq)
+        self.next_ordinal = max(self.next_ordinal, next_ordinal)
+        return True
+
+    def note_progress(self, document: Document) -> None:
+        """Take a progress record into account, with the position that was stored by then."""
+        held = self.progress
+        order = (int(document["epoch"]), int(document["lsn"]))
+        if held is None or order >= (held["epoch"], held["lsn"]):
+            self.progress = document
+        position = document.get("position")
+        if isinstance(position, dict):
+            self.note_position(
+                order[0], int(position["lsn"]), int(position["seq"]), int(position["ordinal"]),
+                int(position["ts"]),
+            )  # fmt: skip
+        else:
+            self.note_position(order[0], 0, 0, 0, 0)
+
+    @property
+    def proven_lsn(self) -> int:
+        """Every change that ends at or before this is stored."""
+        return max(self.commit_lsn, self.progress_lsn)
+
+    @property
+    def recorded_lsn(self) -> int:
+        """How far a slot may have been confirmed on the strength of what is stored."""
+        return max(self.end_lsn, self.proven_lsn)
+
+    @property
+    def progress_lsn(self) -> int:
+        """Where the newest progress record of this epoch stands, 0 without one."""
+        if self.progress is not None and self.progress["epoch"] == self.epoch:
+            return int(self.progress["lsn"])
+        return 0
+
+
+def is_counted(item: Outgoing) -> bool:
+    """Whether a message has a position: a change or a logical message, not a schema or progress."""
+    return item.seq is not None or item.ordinal >= 0
+
+
+def is_held(item: Outgoing, record: Record) -> bool:
+    """Whether a counted message is at or before the record's position."""
+    if item.commit_lsn != record.commit_lsn:
+        return item.commit_lsn < record.commit_lsn
+    if item.seq is None:
+        return item.ordinal < record.next_ordinal
+    return item.seq < record.next_seq

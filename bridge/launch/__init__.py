@@ -1,1 +1,0 @@
-"""How the commands start and end: the little that must happen before anything else is loaded."""

@@ -1,0 +1,1 @@
+"""Everything that speaks to PostgreSQL: connections, replication, slot, catalog."""

@@ -1,0 +1,261 @@
+"""Questions to PostgreSQL's catalog about tables and types."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from bridge.errors import Retryable
+from bridge.events.values import ColumnType
+from bridge.postgres.connection import connect_catalog, explain
+from consumer_sdk.transport.cancellation import stay_cancelled
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FIRST_USER_OID = 16384
+ANSWER_SECONDS = 10.0
+
+_TYPES = """
+SELECT oid::int8, typtype, typbasetype::int8, typcategory, typelem::int8, typdelim
+FROM pg_catalog.pg_type WHERE oid = ANY(%s::oid[])
+"""
+
+# Expressions may be of any length and as many as columns, a message may not. Told the table that
+# an expression is of, pg_get_expr would wait for its locks, and before version 18 take the square
+# of the number of columns; only that of a generated column, which is no default, names others.
+_ATTRIBUTES = """
+SELECT a.attname, a.attnotnull,
+       CASE WHEN a.attgenerated = '' THEN pg_catalog.left(
+           pg_catalog.pg_get_expr(d.adbin, 0),
+           least(1000, 60000 / greatest(1, count(d.oid) OVER ()))::int) END,
+       a.atttypid::int8, a.atttypmod, a.attgenerated <> '',
+       a.atthasmissing OR a.attgenerated <> '',
+       a.attnum, c.relfilenode::int8
+FROM pg_catalog.pg_attribute a
+JOIN pg_catalog.pg_class c ON c.oid = a.attrelid
+LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+WHERE a.attrelid = %s::oid AND a.attnum > 0 AND NOT a.attisdropped
+ORDER BY a.attnum
+"""
+
+# An index that is not checked at once is no replica identity.
+_PRIMARY_KEY = """
+SELECT a.attname, i.indimmediate AND i.indisvalid, i.indimmediate
+FROM pg_catalog.pg_index i
+CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
+JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
+WHERE i.indrelid = %s::oid AND i.indisprimary AND k.place <= i.indnkeyatts
+ORDER BY k.place
+"""
+
+_IDENTITY_INDEX = _PRIMARY_KEY.replace("i.indisprimary", "i.indisreplident")
+
+_FORMAT_TYPES = """
+SELECT pg_catalog.format_type(t.type_oid, t.type_modifier)
+FROM unnest(%s::oid[], %s::int4[]) WITH ORDINALITY AS t(type_oid, type_modifier, place)
+ORDER BY place
+"""
+
+_RELATION = """
+SELECT c.oid::int8, c.relreplident
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %s AND c.relname = %s AND c.relkind IN ('r', 'p')
+"""
+
+_PUBLISHED = """
+SELECT schemaname, tablename FROM pg_catalog.pg_publication_tables WHERE pubname = %s
+ORDER BY schemaname, tablename
+"""
+# Before version 15 every column is published, before 18 none that is generated, though 15 lists it.
+_PUBLISHED_COLUMNS = """
+SELECT ARRAY(
+    SELECT a.attname::text FROM pg_catalog.pg_attribute a
+    WHERE a.attrelid = c.oid AND a.attname = ANY (t.attnames)
+      AND (a.attgenerated = '' OR pg_catalog.current_setting('server_version_num')::int >= 180000))
+FROM pg_catalog.pg_publication_tables t
+JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
+JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s AND t.attnames IS NOT NULL
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogColumn:
+    """A column as the catalog has it now."""
+
+    name: str
+    is_nullable: bool
+    default: str | None
+    type_oid: int
+    type_modifier: int
+    is_generated: bool
+    is_backfilled: bool
+    """Rows from before the column was added, or published, have a value that was never logged."""
+    number: int
+    """Its attnum, which is never used twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogTable:
+    """A table as the catalog has it now; `published` holds the columns that the log carries."""
+
+    relation_id: int
+    replica_identity: str
+    columns: tuple[CatalogColumn, ...]
+    primary_key: tuple[str, ...]
+    identity: tuple[str, ...]
+    filenode: int | None
+    is_key_deferrable: bool
+    """Whether two rows may have one primary key until their transaction ends."""
+
+
+class Catalog:
+    """Answers about tables and types over one connection; a lost one raises Retryable."""
+
+    def __init__(self, conninfo: str) -> None:
+        self._conninfo = conninfo
+        self._connection: psycopg.AsyncConnection[tuple[Any, ...]] | None = None
+        self._types: dict[int, ColumnType] = {}
+        self._lock = asyncio.Lock()
+
+    async def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Run one query; connects when needed."""
+        async with self._lock:
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    if self._connection is None or self._connection.closed:
+                        self._connection = await connect_catalog(self._conninfo)
+                    cursor = await self._connection.execute(query, parameters)
+                    fetched: list[tuple[Any, ...]] = (
+                        await cursor.fetchall() if cursor.description else []
+                    )
+            except TimeoutError as error:
+                await self._drop()
+                raise Retryable("PostgreSQL does not answer") from error
+            except psycopg.Error as error:
+                await self._drop()
+                await stay_cancelled()
+                raise explain(error, "catalog query failed") from error
+            return fetched
+
+    async def _drop(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+
+    async def close(self) -> None:
+        await self._drop()
+
+    async def column_types(self, columns: Sequence[tuple[int, int]]) -> list[ColumnType]:
+        """Resolve (type OID, modifier) pairs: domains to their base, arrays to their element."""
+        facts = await self._type_facts({oid for oid, _ in columns})
+        return [
+            ColumnType(
+                oid,
+                modifier,
+                base_oid=facts[oid].base_oid,
+                element_oid=facts[oid].element_oid,
+                element_delimiter=facts[oid].element_delimiter,
+            )
+            for oid, modifier in columns
+        ]
+
+    async def _type_facts(self, wanted: set[int]) -> dict[int, ColumnType]:
+        missing = wanted - self._types.keys()
+        if missing:
+            known: dict[int, tuple[Any, ...]] = {}
+            queue = set(missing)
+            while queue:
+                found = await self.rows(_TYPES, [sorted(queue)])
+                known.update({row[0]: row for row in found})
+                for oid in queue - known.keys():
+                    known[oid] = (oid, "b", 0, "U", 0, ",")
+                queue = {
+                    follow
+                    for _, typtype, base, category, element, _ in found
+                    for follow in (base if typtype == "d" else 0, element if category == "A" else 0)
+                    if follow and follow not in known
+                }
+            for oid in missing:
+                self._types[oid] = _resolve(oid, known)
+        return {oid: self._types[oid] for oid in wanted}
+
+    def forget_user_types(self) -> None:
+        """Ask again about types that users can alter or drop."""
+        self._types = {oid: kind for oid, kind in self._types.items() if oid < FIRST_USER_OID}
+
+    async def format_types(self, columns: Sequence[tuple[int, int]]) -> list[str]:
+        """Type names as SQL writes them; a type that is gone reads `???`."""
+        oids = [oid for oid, _ in columns]
+        modifiers = [modifier for _, modifier in columns]
+        return [row[0] for row in await self.rows(_FORMAT_TYPES, [oids, modifiers])]
+
+    async def table_by_id(self, relation_id: int, replica_identity: str) -> CatalogTable:
+        """Columns and keys of a relation; both empty where it no longer exists."""
+        attributes = await self.rows(_ATTRIBUTES, [relation_id])
+        key = await self.rows(_PRIMARY_KEY, [relation_id])
+        columns = tuple(
+            CatalogColumn(name, not not_null, default, *facts)
+            for name, not_null, default, *facts, _ in attributes
+        )
+        # A partitioned table has no storage of its own that could tell of a rewrite.
+        filenode = (attributes[0][-1] or None) if attributes else None
+        identity: tuple[str, ...] = ()
+        if replica_identity == "d":
+            identity = _names(key)
+        elif replica_identity == "f":
+            identity = tuple(column.name for column in columns)
+        elif replica_identity == "i":
+            identity = _names(await self.rows(_IDENTITY_INDEX, [relation_id]))
+        primary_key = tuple(row[0] for row in key)
+        return CatalogTable(
+            relation_id, replica_identity, columns, primary_key, identity, filenode,
+            is_key_deferrable=any(not is_immediate for *_, is_immediate in key),
+        )  # fmt: skip
+
+    async def table_by_name(self, schema: str, table: str) -> CatalogTable | None:
+        """The same by name; None when there is no such table."""
+        found = await self.rows(_RELATION, [schema, table])
+        if not found:
+            return None
+        relation_id, replica_identity = found[0]
+        return await self.table_by_id(relation_id, replica_identity)
+
+    async def published_tables(self, publication: str) -> list[tuple[str, str]]:
+        """Schema and name of every table the publication publishes under its own name."""
+        return [(row[0], row[1]) for row in await self.rows(_PUBLISHED, [publication])]
+
+    async def published_columns(
+        self, publication: str, schema: str, table: str, server_version: int
+    ) -> list[str] | None:
+        """Names of the published columns; None means all that are not generated."""
+        if server_version < 150000:
+            return None
+        found = await self.rows(_PUBLISHED_COLUMNS, [publication, schema, table])
+        return list(found[0][0]) if found else None
+
+
+def _names(index: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:
+    """Columns of an index that identifies rows; none where it does not."""
+    return tuple(name for name, identifies, *_ in index if identifies)
+
+
+def _resolve(oid: int, known: dict[int, tuple[Any, ...]]) -> ColumnType:
+    base = _base(oid, known)
+    _, _, _, category, element, _ = known[base]
+    if category != "A" or not element:
+        return ColumnType(oid, base_oid=base)
+    delimiter = known[element][5]
+    return ColumnType(
+        oid, base_oid=base, element_oid=_base(element, known), element_delimiter=delimiter
+    )
+
+
+def _base(oid: int, known: dict[int, tuple[Any, ...]]) -> int:
+    while known[oid][1] == "d":
+        oid = known[oid][2]
+    return oid

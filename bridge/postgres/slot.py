@@ -1,0 +1,191 @@
+"""The replication slot: created when missing, taken, watched while it is ours."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING
+
+from bridge.errors import DataAtRiskError, Retryable, SourceError, UnknownToLog
+from bridge.postgres.connection import ReplicationConnection, ReplicationRefused
+from bridge.publish.continuity import Server
+from bridge.telemetry.logs import event
+from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.wire.lsn import parse_lsn
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from bridge.postgres.catalog import Catalog
+
+log = logging.getLogger("bridge.slot")
+
+SILENCE_SECONDS = 10.0
+LONGEST_SILENCE_SECONDS = 60.0
+FAILOVER_VERSION = 170000
+RELEASE_ATTEMPTS = 10
+RELEASE_PAUSE_SECONDS = 0.2
+_IN_USE = "55006"
+_PREREQUISITE = "55000"
+_FIX_THE_DATABASE = ("42501", "28000", "0A000")
+
+
+class SlotInUse(Exception):
+    """Another bridge streams from the slot: stand by."""
+
+
+class Slot:
+    """A slot and, once taken, the connection that streams from it."""
+
+    def __init__(self, catalog: Catalog, *, name: str, publication: str) -> None:
+        self.connection: ReplicationConnection
+        self._catalog = catalog
+        self._name = name
+        self._publication = publication
+
+    async def require_free(self) -> None:
+        """Raise SlotInUse where another bridge streams, before anything else is asked for."""
+        rows = await self._catalog.rows(
+            "SELECT active_pid FROM pg_catalog.pg_replication_slots "
+            "WHERE slot_name = %s AND active_pid IS NOT NULL",
+            [self._name],
+        )
+        if rows:
+            raise SlotInUse(f'replication slot "{self._name}" is active for PID {rows[0][0]}')
+
+    async def create_if_missing(self, server_version: int, *, failover: bool) -> int | None:
+        """Create the slot where there is none; the position at which it was created.
+
+        `failover` lets standbys have a copy of it.
+        """
+        if await self._catalog.rows(
+            "SELECT 1 FROM pg_catalog.pg_replication_slots WHERE slot_name = %s", [self._name]
+        ):
+            return None
+        arguments = "%s, 'pgoutput', false, false"
+        if failover:
+            if server_version < FAILOVER_VERSION:
+                raise SourceError(
+                    "--failover needs PostgreSQL 17 or later; leave the flag out on this server"
+                )
+            arguments += ", true"
+        event(log, "creating slot", slot=self._name, failover=failover)
+        rows = await self._catalog.rows(
+            f"SELECT (pg_catalog.pg_create_logical_replication_slot({arguments})).lsn::text",
+            [self._name],
+        )
+        return parse_lsn(rows[0][0])
+
+    async def drop(self) -> None:
+        """Give up the slot, as far as PostgreSQL lets us; its connection is closed."""
+        await self.connection.close()
+        for _ in range(RELEASE_ATTEMPTS):
+            with suppress(Retryable, SourceError):
+                await self._catalog.rows(
+                    "SELECT pg_catalog.pg_drop_replication_slot(%s)", [self._name]
+                )
+                event(log, "slot dropped again", slot=self._name)
+                return
+            # The walsender needs a moment to notice that its client has gone.
+            await asyncio.sleep(RELEASE_PAUSE_SECONDS)
+
+    async def connect(self, conninfo: str) -> None:
+        """Open the replication connection."""
+        self.connection = await ReplicationConnection.connect(conninfo)
+
+    async def identify(self) -> Server:
+        """What server it is, and which way its history went."""
+        try:
+            row = (await self.connection.command("IDENTIFY_SYSTEM"))[0]
+            system_id, timeline, position, database = row
+            number = int(timeline or 0)
+            forks: tuple[tuple[int, int], ...] = ()
+            if number > 1:
+                history = (await self.connection.command(f"TIMELINE_HISTORY {number}"))[0][1]
+                forks = _parse_history(history or "")
+        except ReplicationRefused as error:
+            raise Retryable(str(error)) from error
+        return Server(system_id or "", number, database or "", parse_lsn(position or "0/0"), forks)
+
+    async def take(self, origin: str) -> None:
+        """Begin to stream; raises SlotInUse where another bridge does."""
+        try:
+            await self.connection.start_streaming(self._name, self._publication, origin)
+        except ReplicationRefused as error:
+            if error.sqlstate == _IN_USE:
+                raise SlotInUse(error.message) from error
+            if error.sqlstate == _PREREQUISITE:
+                raise DataAtRiskError(
+                    f"slot {self._name}: {error.message}; start with --on-gap=new-epoch to "
+                    "replace it and have consumers bootstrap again"
+                ) from error
+            raise self.explain(error) from error
+
+    def explain(self, error: ReplicationRefused) -> Exception:
+        """What a refusal of the walsender means for the operator."""
+        if "publication" in error.message and "does not exist" in error.message:
+            return UnknownToLog(
+                f"publication {self._publication} is younger than slot {self._name}: the log there "
+                f"does not know it; drop the slot (bridge drop --slot {self._name} --yes) and "
+                "start with --on-gap=new-epoch, consumers will bootstrap again"
+            )
+        if error.sqlstate in _FIX_THE_DATABASE:
+            return SourceError(f"{error.message}; `bridge check` tells what to grant or set")
+        return Retryable(error.message)
+
+    async def position(self) -> int:
+        """The LSN up to which the slot is confirmed."""
+        rows = await self._catalog.rows(
+            "SELECT confirmed_flush_lsn::text FROM pg_catalog.pg_replication_slots "
+            "WHERE slot_name = %s",
+            [self._name],
+        )
+        if not rows:
+            raise Retryable(f"slot {self._name} has gone")
+        return parse_lsn(rows[0][0])
+
+    @asynccontextmanager
+    async def kept_alive(self, interval: float) -> AsyncIterator[None]:
+        """Keep the walsender from giving up while nobody reads."""
+
+        async def report() -> None:
+            while True:
+                self.connection.send_status(0, 0)
+                await asyncio.sleep(interval)
+
+        task = asyncio.ensure_future(report())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Retryable):
+                await task
+
+    async def watch_silence(self, silent_seconds: Callable[[], float]) -> None:
+        """Raise Retryable when the server is silent and nobody there serves us any more."""
+        while True:
+            await stay_cancelled()
+            await asyncio.sleep(1.0)
+            silent = silent_seconds()
+            if silent < SILENCE_SECONDS:
+                continue
+            rows = await self._catalog.rows(
+                "SELECT active_pid FROM pg_catalog.pg_replication_slots WHERE slot_name = %s",
+                [self._name],
+            )
+            if silent_seconds() < silent:
+                continue
+            # A walsender in the middle of a transaction that is none of ours may be silent.
+            if rows != [(self.connection.backend_pid,)] or silent > LONGEST_SILENCE_SECONDS:
+                raise Retryable(f"PostgreSQL has sent nothing for {silent:.0f} s")
+
+
+def _parse_history(text: str) -> tuple[tuple[int, int], ...]:
+    """Lines of a timeline history file: timeline, LSN at which it was left, reason."""
+    forks = []
+    for line in text.splitlines():
+        parts = line.split()
+        if len(parts) >= 2 and parts[0].isdecimal():
+            forks.append((int(parts[0]), parse_lsn(parts[1])))
+    return tuple(forks)

@@ -1,0 +1,236 @@
+"""The producer of the ring: reads, assembles, and stops when there is no room."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from bridge.errors import ProtocolError, Retryable
+from bridge.wal.framing import KEEPALIVE, XLOG_DATA, XLOG_DATA_HEADER_BYTES, Keepalive, parse_frame
+from bridge.wal.messages import Relation
+from bridge.wal.pgoutput import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from bridge.events.assembler import Assembler
+    from bridge.events.outgoing import Item
+    from bridge.events.relations import CompiledRelation
+    from bridge.postgres.connection import ReplicationConnection
+    from bridge.publish.ring import Ring
+    from bridge.telemetry.stats import BridgeStats
+
+# What is taken at a time. Packed rows pay for every turn of the event loop; with single messages
+# the server waits whenever an acknowledgement comes in the middle of a long slice.
+SLICE_MESSAGES = 500
+SLICE_BYTES = 32 * 1024
+STATUS_BYTES = 1024 * 1024
+SILENCE_SECONDS = 2.0
+_RELATION = ord("R")
+
+
+class WalReader:
+    """Reads until stopped; keeps the walsender informed whatever else waits."""
+
+    def __init__(
+        self,
+        *,
+        connection: ReplicationConnection,
+        assembler: Assembler,
+        ring: Ring[Item],
+        stats: BridgeStats,
+        compile_relation: Callable[[Relation, int], Awaitable[CompiledRelation]],
+        confirmed_lsn: Callable[[], int],
+        status_interval: float,
+    ) -> None:
+        self._connection = connection
+        self._assembler = assembler
+        self._ring = ring
+        self._stats = stats
+        self._compile_relation = compile_relation
+        self._confirmed_lsn = confirmed_lsn
+        self._status_interval = status_interval
+        self._next = 0
+        """Place in the assembler's output of the first item that is not in the ring yet."""
+        self._keepalive_lsn = 0
+        self._received_lsn = 0
+        self._status_lsn = 0
+        self._waiting_since = 0.0
+        """When the wait for the server began that is under way; 0 while there is none."""
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Read nothing more; what is in the ring stays."""
+        self._stopping.set()
+        self._connection.wake()
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long the server has sent nothing, although we would have read it."""
+        return time.monotonic() - self._waiting_since if self._waiting_since else 0.0
+
+    def idle_lsn(self) -> tuple[int, int]:
+        """Up to where everything received is in the ring, and how far the server has written."""
+        assembler = self._assembler
+        if assembler.in_transaction or self._is_waiting:
+            return 0, self._received_lsn
+        return max(assembler.complete_lsn, self._keepalive_lsn), self._received_lsn
+
+    def has_truncated(self, token: str, xid: int) -> bool:
+        """Whether the log has shown that a transaction truncated a table."""
+        return (token, xid) in self._assembler.truncations
+
+    async def run(self) -> None:
+        """Move changes from the socket to the ring until stopped."""
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            while not self._stopping.is_set():
+                if self._is_waiting and not await self._make_room(stopping):
+                    break
+                exhausted = await self._slice()
+                if not self._move():
+                    continue
+                if exhausted and not self._stopping.is_set():
+                    self._waiting_since = time.monotonic()
+                    await self._connection.wait_readable()
+                    self._waiting_since = 0.0
+                    self._connection.consume_input()
+                else:
+                    await asyncio.sleep(0)
+        finally:
+            stopping.cancel()
+
+    async def report(self) -> None:
+        """Tell PostgreSQL the confirmed position every so often; runs beside `run`."""
+        while True:
+            self.send_status()
+            deadline = time.monotonic() + self._status_interval
+            while time.monotonic() < deadline:
+                await asyncio.sleep(min(0.1, self._status_interval))
+                if self._confirmed_lsn() - self._status_lsn >= STATUS_BYTES:
+                    break
+
+    def send_status(self) -> None:
+        """Tell PostgreSQL the confirmed position now."""
+        confirmed = self._confirmed_lsn()
+        self._status_lsn = confirmed
+        self._stats.ring_depth = len(self._ring)
+        self._stats.ring_bytes = self._ring.bytes_held
+        # While nothing flows, ask how far the server is: an idle slot must not hold WAL, and a
+        # server that does not answer has gone.
+        idle = not self._assembler.in_transaction and not len(self._ring)
+        ask = idle or self.silent_seconds > SILENCE_SECONDS
+        self._connection.send_status(self._received_lsn, confirmed, reply_requested=ask)
+
+    async def _make_room(self, stopping: asyncio.Future[Any]) -> bool:
+        """Wait until everything assembled is in the ring; False when stopped before."""
+        while self._is_waiting:
+            size = self._assembler.out_sizes[self._next]
+            if not await _first(self._ring.wait_for_room(size), stopping):
+                return False
+            self._move()
+        return True
+
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether something is assembled that is not in the ring."""
+        return len(self._assembler.out) > self._assembler.is_open
+
+    def _move(self) -> bool:
+        """Put what was assembled into the ring as far as there is room; True if all went in."""
+        assembler = self._assembler
+        held = assembler.withdraw()
+        if assembler.out:
+            self._next = self._ring.put_many(assembler.out, assembler.out_sizes, self._next)
+            if self._next < len(assembler.out):
+                assembler.restore(held)
+                return False
+            self._next = 0
+            assembler.out.clear()
+            assembler.out_sizes.clear()
+            assembler.out_bytes = 0
+        assembler.restore(held)
+        return True
+
+    async def _slice(self) -> bool:
+        """Take a bounded number of buffered messages; True when none is left."""
+        get_copy_data = self._connection.get_copy_data
+        assembler = self._assembler
+        feed = assembler.feed
+        stats = self._stats
+        taken = received = 0
+        frame = b""
+        try:
+            for _ in range(SLICE_MESSAGES):
+                try:
+                    length, view = get_copy_data(1)
+                except psycopg.Error as error:
+                    self._connection.unwatch()
+                    raise Retryable(
+                        f"replication connection lost: {' '.join(str(error).split())}"
+                    ) from error
+                if length <= 0:
+                    if length == 0:
+                        return True
+                    raise self._connection.end_of_stream()
+                frame = bytes(view)
+                # libpq's copy goes now, not with the next message: a row may be large.
+                del view
+                if frame[0] == XLOG_DATA:
+                    if length <= XLOG_DATA_HEADER_BYTES:
+                        raise ProtocolError(f"XLogData frame of {length} bytes is too short")
+                    taken += 1
+                    received += length
+                    if frame[XLOG_DATA_HEADER_BYTES] == _RELATION:
+                        await self._take_relation(frame)
+                    else:
+                        feed(frame, XLOG_DATA_HEADER_BYTES)
+                    if assembler.out_bytes > SLICE_BYTES:
+                        return False
+                elif frame[0] == KEEPALIVE:
+                    self._take_keepalive(frame)
+                else:
+                    raise ProtocolError(f"unknown replication frame type 0x{frame[0]:02x}")
+            return False
+        finally:
+            stats.wal_messages_received += taken
+            stats.wal_bytes_received += received
+            if taken and frame[0] == XLOG_DATA:
+                # The LSN of a record, 0 for messages that stand for none.
+                self._received_lsn = max(self._received_lsn, int.from_bytes(frame[1:9], "big"))
+            stats.received_lsn = self._received_lsn
+            stats.current_lsn = max(stats.current_lsn, assembler.complete_lsn)
+
+    async def _take_relation(self, frame: bytes) -> None:
+        message = decode(frame[XLOG_DATA_HEADER_BYTES:])
+        assert isinstance(message, Relation)
+        self._assembler.describe(await self._compile_relation(message, self._assembler.commit_lsn))
+
+    def _take_keepalive(self, frame: bytes) -> None:
+        message = parse_frame(frame)
+        assert isinstance(message, Keepalive)
+        self._received_lsn = max(self._received_lsn, message.end_lsn)
+        if not self._assembler.in_transaction:
+            self._assembler.expect_history(message.end_lsn)
+            self._keepalive_lsn = max(self._keepalive_lsn, message.end_lsn)
+            self._stats.current_lsn = max(self._stats.current_lsn, message.end_lsn)
+        if message.reply_requested:
+            self._connection.send_status(self._received_lsn, self._confirmed_lsn())
+
+
+async def _first(work: Coroutine[Any, Any, None], stopping: asyncio.Future[Any]) -> bool:
+    """Do the work unless stopped before; False if it was. It has ended when this returns."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+    if task.cancelled():
+        return False
+    task.result()
+    return True

@@ -1,0 +1,1 @@
+"""Takes snapshot requests and runs them, one export and several workers each."""

@@ -1,0 +1,190 @@
+"""The bridge's end of its conversation with snapshot workers: start, talk, end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from bridge.snapshot.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+Result = TypeVar("Result")
+
+
+async def uninterrupted(work: asyncio.Future[Result]) -> Result:
+    """Await something to its end, and only then be cancelled."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
+
+
+MODULE: Final = "bridge.snapshot.worker.process"
+LONGEST_LINE_BYTES: Final = 1024 * 1024
+IDLE_SECONDS: Final = 20.0
+# A worker says every few seconds that it lives. The patience is counted in steps, so that a pause
+# of the whole machine is not taken for the worker's.
+SILENCE_STEP_SECONDS: Final = 5.0
+SILENCE_STEPS: Final = 12
+
+
+class WorkerProcess:
+    """One worker; whatever happens it is dead when `end` returns."""
+
+    def __init__(self, number: int, process: asyncio.subprocess.Process) -> None:
+        self.number = number
+        self._process = process
+
+    @classmethod
+    async def start(cls, number: int) -> WorkerProcess:
+        """Start a worker that waits for its task."""
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                MODULE,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=LONGEST_LINE_BYTES,
+            )
+        )
+        try:
+            return cls(number, await asyncio.shield(starting))
+        except asyncio.CancelledError:
+            # A process half started must not outlive whoever started it.
+            await cls(number, await starting).end()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def tell(self, message: dict[str, Any]) -> None:
+        """Send a line; a dead worker shows in what it says next."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            await self._process.stdin.drain()
+
+    async def hear(self) -> dict[str, Any]:
+        """The next line; SnapshotError when the worker failed, hangs, or is gone."""
+        while True:
+            line = await self._next_line()
+            if not line:
+                raise SnapshotError(f"a snapshot worker ended: {await self._reason()}")
+            message: dict[str, Any] = json.loads(line)
+            if message["say"] == "error":
+                raise SnapshotError(message["error"])
+            if message["say"] != "alive":
+                return message
+
+    async def _next_line(self) -> bytes:
+        assert self._process.stdout is not None
+        reading = asyncio.ensure_future(self._process.stdout.readline())
+        try:
+            for _ in range(SILENCE_STEPS):
+                done, _pending = await asyncio.wait((reading,), timeout=SILENCE_STEP_SECONDS)
+                if done:
+                    return reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.wait((reading,))
+        raise SnapshotError(
+            f"a snapshot worker (process {self._process.pid}) has given no sign of life for "
+            f"{SILENCE_STEPS * SILENCE_STEP_SECONDS:g} s; it was ended"
+        )
+
+    async def expect(self, what: str) -> dict[str, Any]:
+        """The next line, which must be this one."""
+        message = await self.hear()
+        if message["say"] != what:
+            raise SnapshotError(f"a snapshot worker said {message['say']!r} instead of {what!r}")
+        return message
+
+    async def end(self) -> None:
+        """Kill the worker if it still runs, and wait for it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.stdin.close()
+        with suppress(OSError):
+            await self._process.stdin.wait_closed()
+        # Its last words are read, or the pipe would keep the transport open.
+        await self._process.stdout.read()
+        await self._process.wait()
+
+    async def _reason(self) -> str:
+        code = await self._process.wait()
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit status {code}"
+
+
+class WorkerPool:
+    """Starts workers, and keeps those that are done for a while: starting one costs a second."""
+
+    def __init__(self) -> None:
+        self._idle: list[WorkerProcess] = []
+        self._watch: asyncio.Task[None] | None = None
+        self._expires_at = 0.0
+
+    @asynccontextmanager
+    async def crew(self, size: int) -> AsyncIterator[list[WorkerProcess]]:
+        """Workers that wait for their task; they are ended unless all goes well."""
+        workers: list[WorkerProcess] = []
+        try:
+            for number in range(size):
+                workers.append(await self._take(number))  # noqa: PERF401 - ended if one fails
+            yield workers
+        except BaseException:
+            await _end(workers)
+            raise
+        self._idle += workers
+        self._expire_later()
+
+    async def close(self) -> None:
+        """End the workers that wait for work."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        idle, self._idle = self._idle, []
+        await _end(idle)
+
+    async def _take(self, number: int) -> WorkerProcess:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive:
+                worker.number = number
+                return worker
+            await worker.end()
+        try:
+            return await WorkerProcess.start(number)
+        except OSError as error:
+            raise SnapshotError(f"cannot start a snapshot worker: {error}") from error
+
+    def _expire_later(self) -> None:
+        self._expires_at = time.monotonic() + IDLE_SECONDS
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.create_task(self._expire(), name="snapshot workers")
+
+    async def _expire(self) -> None:
+        while self._idle:
+            remaining = self._expires_at - time.monotonic()
+            if remaining > 0:
+                await asyncio.sleep(remaining)
+                continue
+            idle, self._idle = self._idle, []
+            await _end(idle)
+
+
+async def _end(workers: list[WorkerProcess]) -> None:
+    await uninterrupted(asyncio.gather(*(worker.end() for worker in workers)))

@@ -1,0 +1,1 @@
+"""COPY data turned into the chunks of a snapshot."""

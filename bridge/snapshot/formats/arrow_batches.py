@@ -1,0 +1,273 @@
+r"""Rows of COPY text to record batches with typed columns.
+
+A row of COPY in text format is a CSV row with tabs, without quotes, with `\N` for null; only text
+that holds a backslash needs undoing afterwards. Values that a typed column cannot hold (infinity,
+years BC or beyond 9999, NaN as a decimal, arrays of several dimensions) are null in the batch and
+stand beside it, as rows of the other formats carry them.
+"""
+
+from __future__ import annotations
+
+from datetime import date, datetime
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+
+from bridge.errors import ProtocolError
+from bridge.events.values import converter_for
+from bridge.snapshot.formats.copy import unescape
+from consumer_sdk.wire import oids
+from consumer_sdk.wire.column_types import family
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bridge.events.values import ColumnType
+    from bridge.snapshot.tables import CopyColumn
+
+    Odd = dict[str, dict[str, Any]]
+
+_INTEGERS: Final = {
+    oids.INT2: pa.int16(),
+    oids.INT4: pa.int32(),
+    oids.INT8: pa.int64(),
+    oids.OID: pa.int64(),
+}
+LARGEST_PRECISION: Final = 38
+
+
+def arrow_type(kind: ColumnType) -> Any:
+    """The Arrow type of a column; whatever has no exact counterpart is text."""
+    if family(kind.base_oid, kind.element_oid) == "array":
+        element = kind.element_oid or oids.ARRAY_ELEMENTS[kind.base_oid]
+        return pa.list_(_scalar(element, kind.typmod))
+    return _scalar(kind.base_oid, kind.typmod)
+
+
+def _scalar(oid: int, modifier: int) -> Any:
+    if oid in _INTEGERS:
+        return _INTEGERS[oid]
+    match family(oid):
+        case "bool":
+            return pa.bool_()
+        case "float":
+            return pa.float32() if oid == oids.FLOAT4 else pa.float64()
+        case "numeric":
+            return _decimal(modifier)
+        case "bytea":
+            return pa.binary()
+        case "timestamptz":
+            return pa.timestamp("us", tz="UTC")
+        case "timestamp":
+            return pa.timestamp("us")
+        case "date":
+            return pa.date32()
+        case _:
+            return pa.string()
+
+
+def _decimal(modifier: int) -> Any:
+    # The modifier counts from 4: precision in the upper half, scale in 11 signed bits.
+    packed = modifier - 4
+    if packed < 0:
+        return pa.string()
+    precision, scale = (packed >> 16) & 0xFFFF, ((packed & 0x7FF) ^ 0x400) - 0x400
+    if precision <= LARGEST_PRECISION and 0 <= scale <= precision:
+        return pa.decimal128(precision, scale)
+    return pa.string()
+
+
+_BLOCK_BYTES: Final = 2**31 - 1
+_NULL: Final = "\\N"
+
+
+class BatchParser:
+    """Turns rows of COPY text into a record batch with typed columns."""
+
+    def __init__(self, columns: Sequence[CopyColumn]) -> None:
+        self._columns = [_Column(column) for column in columns]
+        self._schema = pa.schema([(column.name, column.type) for column in self._columns])
+        names = [str(index) for index in range(len(columns))]
+        self._parse = pa_csv.ParseOptions(
+            delimiter="\t", quote_char=False, escape_char=False, ignore_empty_lines=False
+        )
+        self._read = pa_csv.ReadOptions(
+            column_names=names, use_threads=False, block_size=_BLOCK_BYTES
+        )
+        self._typed = _convert_options(
+            {str(i): column.parsed_type for i, column in enumerate(self._columns)}
+        )
+        self._untyped = _convert_options({name: pa.string() for name in names})
+
+    @property
+    def schema_bytes(self) -> int:
+        """How large the schema of the batches is in a stream."""
+        size: int = self._schema.serialize().size
+        return size
+
+    def parse(self, lines: list[bytes]) -> tuple[Any, Odd]:
+        """A batch with a row for each line, and the values it cannot hold."""
+        if not self._columns:
+            raise ProtocolError("a table without columns has no Arrow form; ask for msgpack")
+        text = b"\n".join([*lines, b""])
+        odd: Odd = {}
+        try:
+            table = self._read_text(text, self._typed)
+            typed = True
+        except pa.ArrowInvalid:
+            table = self._read_text(text, self._untyped)
+            typed = False
+        if table.num_rows != len(lines):
+            raise ProtocolError(f"{len(lines)} COPY rows were parsed as {table.num_rows}")
+        arrays = []
+        for index, column in enumerate(self._columns):
+            parsed = table.column(index).combine_chunks()
+            if isinstance(parsed, pa.ChunkedArray):
+                parsed = pa.concat_arrays(parsed.chunks)
+            values, strange = column.finish(parsed, typed=typed)
+            arrays.append(values)
+            if strange:
+                odd[column.name] = strange
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema), odd
+
+    def _read_text(self, text: bytes, options: Any) -> Any:
+        return pa_csv.read_csv(
+            pa.BufferReader(text),
+            read_options=self._read,
+            parse_options=self._parse,
+            convert_options=options,
+        )
+
+
+def _convert_options(types: dict[str, Any]) -> Any:
+    return pa_csv.ConvertOptions(
+        column_types=types,
+        null_values=[_NULL],
+        strings_can_be_null=True,
+        true_values=["t"],
+        false_values=["f"],
+    )
+
+
+class _Column:
+    """How one column gets from COPY text to its Arrow array."""
+
+    def __init__(self, column: CopyColumn) -> None:
+        self.name = column.name
+        self.type = arrow_type(column.type)
+        self._convert = converter_for(column.type, json_messages=True).convert
+        self._is_text = self.type == pa.string()
+        self._by_value = pa.types.is_list(self.type) or pa.types.is_binary(self.type)
+        # Parsed by Arrow itself, or as text that Python goes on with.
+        self.parsed_type = pa.string() if self._by_value else self.type
+        self._element = (
+            _element_reader(self.type.value_type) if pa.types.is_list(self.type) else None
+        )
+
+    def finish(self, parsed: Any, *, typed: bool) -> tuple[Any, dict[str, Any]]:
+        if self._is_text:
+            return _unescaped(parsed), {}
+        if self._by_value or not typed:
+            return self._one_by_one(parsed)
+        return parsed, {}
+
+    def _one_by_one(self, parsed: Any) -> tuple[Any, dict[str, Any]]:
+        texts: list[str | None] = parsed.to_pylist()
+        if not self._by_value:
+            return self._parsed_again(texts)
+        values: list[Any] = []
+        odd: dict[str, Any] = {}
+        for row, text in enumerate(texts):
+            value = None
+            if text is not None:
+                wire = self._convert(unescape(text.encode()))
+                value = wire
+                if self._element is not None:
+                    value = _flat(wire, self._element)
+                    if value is None:
+                        odd[str(row)] = wire
+            values.append(value)
+        return pa.array(values, type=self.type), odd
+
+    def _parsed_again(self, texts: list[str | None]) -> tuple[Any, dict[str, Any]]:
+        odd: dict[str, Any] = {}
+        if _is_strange := _strange_test(self.type):
+            for row, text in enumerate(texts):
+                if text is not None and _is_strange(text):
+                    odd[str(row)] = self._convert(text.encode())
+                    texts[row] = None
+        lines = "".join((_NULL if text is None else text) + "\n" for text in texts).encode()
+        try:
+            table = pa_csv.read_csv(
+                pa.BufferReader(lines),
+                read_options=pa_csv.ReadOptions(
+                    column_names=["0"], use_threads=False, block_size=_BLOCK_BYTES
+                ),
+                parse_options=pa_csv.ParseOptions(
+                    delimiter="\t", quote_char=False, escape_char=False, ignore_empty_lines=False
+                ),
+                convert_options=_convert_options({"0": self.type}),
+            )
+        except pa.ArrowInvalid:
+            # Its message would quote a value of a row.
+            raise ProtocolError(
+                f"column {self.name!r} holds a value that is no {self.type}; ask for msgpack"
+            ) from None
+        values = table.column(0).combine_chunks()
+        if isinstance(values, pa.ChunkedArray):
+            values = pa.concat_arrays(values.chunks)
+        return values, odd
+
+
+def _unescaped(parsed: Any) -> Any:
+    escaped = pc.match_substring(parsed, "\\")
+    if not pc.any(escaped).as_py():
+        return parsed
+    values = parsed.to_pylist()
+    for row in pc.indices_nonzero(escaped).to_pylist():
+        values[row] = unescape(values[row].encode()).decode()
+    return pa.array(values, type=pa.string())
+
+
+def _strange_test(kind: Any) -> Callable[[str], bool] | None:
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return lambda text: text[4:5] != "-" or text.endswith("BC") or "infinity" in text
+    if pa.types.is_decimal(kind):
+        return lambda text: text == "NaN"
+    return None
+
+
+def _flat(wire: Any, read: Callable[[Any], Any]) -> list[Any] | None:
+    """The elements of a one-dimensional array, None where they do not fit a list column."""
+    if not isinstance(wire, list):
+        return None
+    try:
+        return [None if item is None else read(item) for item in wire]
+    except (ValueError, TypeError, ArithmeticError):
+        return None
+
+
+def _element_reader(kind: Any) -> Callable[[Any], Any]:
+    if pa.types.is_decimal(kind):
+        return _finite_decimal
+    if pa.types.is_timestamp(kind):
+        return datetime.fromisoformat
+    if pa.types.is_date(kind):
+        return date.fromisoformat
+    return _one_value
+
+
+def _finite_decimal(text: str) -> Decimal:
+    value = Decimal(text)
+    if not value.is_finite():
+        raise ValueError("not a decimal")
+    return value
+
+
+def _one_value(value: Any) -> Any:
+    if isinstance(value, list):
+        raise TypeError("an array of several dimensions")
+    return value

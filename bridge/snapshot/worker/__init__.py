@@ -1,0 +1,1 @@
+"""The processes that copy tables into chunks."""

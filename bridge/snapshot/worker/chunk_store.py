@@ -1,0 +1,175 @@
+"""A worker's way to JetStream: chunks acknowledged within a small window, wide rows as objects.
+
+The COPY runs in the worker's main thread; this runs an event loop in another, so that neither
+waits for the other more than it must.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import nats.errors
+import nats.js.errors
+from nats.js.api import ObjectMeta, ObjectMetaOptions
+
+from bridge.config import Settings
+from bridge.jetstream.link import Link, options_of
+from bridge.snapshot.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+
+    from nats.aio.client import Client
+    from nats.js.client import JetStreamContext
+
+    from bridge.snapshot.formats.chunks import Sealed
+
+    Result = TypeVar("Result")
+
+WINDOW: Final = 4
+ACK_SECONDS: Final = 10.0
+GIVE_UP_SECONDS: Final = 60.0
+RETRY_SECONDS: Final = 0.25
+CONNECT_SECONDS: Final = 30.0
+OBJECT_PART_BYTES: Final = 128 * 1024
+
+
+class ChunkStore:
+    """Publishes to the INIT stream from a thread of its own; every call blocks, none is async."""
+
+    def __init__(self, access: Mapping[str, Any], *, stream: str, objects_bucket: str) -> None:
+        self._access = access
+        self._stream = stream
+        self._bucket = objects_bucket
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="nats")
+        self._window = threading.Semaphore(WINDOW)
+        self._client: Client | None = None
+        self._js: JetStreamContext | None = None
+        self._failure: str | None = None
+
+    def open(self) -> int:
+        """Connect; the server's largest payload comes back."""
+        self._thread.start()
+        return self._run(self._connect())
+
+    def close(self) -> None:
+        """Disconnect without waiting for what is not acknowledged."""
+        if self._client is not None:
+            with suppress(Exception):
+                self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+
+    def publish(self, subject: str, sealed: Sealed, stored: Callable[[], None]) -> None:
+        """Send a chunk; `stored` is called, from the other thread, once it is acknowledged."""
+        self._window.acquire()
+        self._raise_failure()
+        asyncio.run_coroutine_threadsafe(self._store(subject, sealed, stored), self._loop)
+
+    def drain(self) -> None:
+        """Wait until everything sent is acknowledged."""
+        for _ in range(WINDOW):
+            self._window.acquire()
+        for _ in range(WINDOW):
+            self._window.release()
+        self._raise_failure()
+
+    def put_object(self, name: str, payload: bytes) -> dict[str, Any]:
+        """Store what no message can carry; the reference to it comes back."""
+        self._raise_failure()
+        self._run(self._put(name, payload))
+        return {
+            "bucket": self._bucket,
+            "name": name,
+            "size": len(payload),
+            "sha256": hashlib.sha256(payload).hexdigest(),
+        }
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise SnapshotError(self._failure)
+
+    async def _connect(self) -> int:
+        options = {
+            **options_of(Settings(**self._access)),
+            "name": "tailrace snapshot worker",
+            "reconnect_time_wait": 0.5,
+            "max_reconnect_attempts": -1,
+            "error_cb": _ignore,
+        }
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                self._client = Link()
+                await self._client.connect(**options)
+        except (OSError, nats.errors.Error, TimeoutError) as error:
+            raise SnapshotError(f"a snapshot worker cannot connect to NATS: {error}") from error
+        self._js = self._client.jetstream(timeout=ACK_SECONDS)
+        return self._client.max_payload
+
+    async def _store(self, subject: str, sealed: Sealed, stored: Callable[[], None]) -> None:
+        assert self._js is not None
+        deadline = time.monotonic() + GIVE_UP_SECONDS
+        try:
+            while self._failure is None:
+                try:
+                    # A chunk sent twice keeps its id, so the stream stores it once.
+                    await self._js.publish(
+                        subject, sealed.payload, stream=self._stream, headers=dict(sealed.headers)
+                    )
+                except (nats.errors.Error, OSError, TimeoutError) as error:
+                    if not _may_pass(error) or time.monotonic() > deadline:
+                        self._failure = (
+                            f"stream {self._stream} does not accept a chunk: {_text(error)}"
+                        )
+                        return
+                    await asyncio.sleep(RETRY_SECONDS)
+                else:
+                    stored()
+                    return
+        except Exception as error:  # noqa: BLE001 - nobody awaits this task; `drain` raises it
+            self._failure = f"storing a chunk failed: {type(error).__name__}"
+        finally:
+            self._window.release()
+
+    async def _put(self, name: str, payload: bytes) -> None:
+        assert self._js is not None
+        assert self._client is not None
+        deadline = time.monotonic() + GIVE_UP_SECONDS
+        while True:
+            try:
+                objects = await self._js.object_store(self._bucket)
+                # The default part of an object can be larger than what the server accepts.
+                part = min(OBJECT_PART_BYTES, self._client.max_payload // 2)
+                options = ObjectMetaOptions(max_chunk_size=part)
+                await objects.put(name, payload, ObjectMeta(name=name, options=options))
+            except (nats.errors.Error, OSError, TimeoutError) as error:
+                if not _may_pass(error) or time.monotonic() > deadline:
+                    raise SnapshotError(
+                        f"object store {self._bucket} does not accept a wide row: {_text(error)}"
+                    ) from error
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return
+
+
+async def _ignore(_: Exception) -> None:
+    """Errors of the connection show in the publishes that fail."""
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, nats.js.errors.ServiceUnavailableError):
+        return True
+    return not isinstance(error, (nats.js.errors.APIError, nats.errors.MaxPayloadError))
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,90 @@
+"""The command `cdc`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from consumer_sdk.commands import schemas, snapshot, tail
+from consumer_sdk.commands.options import Parser
+from consumer_sdk.commands.terminal import printable
+from consumer_sdk.errors import CdcError
+from consumer_sdk.transport.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+DESCRIPTION = "Look at the change stream of a PostgreSQL database, and keep replicas of its tables."
+EPILOG = """\
+TABLE is written as in SQL: users, sales.orders, sales."Odd Table.1" (mind the shell's quotes).
+NATS is found through --nats and --prefix, or NATS_URL (or NATS_HOST, NATS_PORT, NATS_BRIDGE_USER,
+NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and BRIDGE_PREFIX.
+Exit codes: 0 fine, 1 the answer is no, 2 bad usage or settings, 3 NATS, bridge or target not
+usable as configured, 4 data at risk.
+"""
+_LIGHT = ("schema", "tables", "tail", "snapshot")
+INTERRUPTED = 130
+LONGEST_LINE = 1000
+
+
+def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser; commands that load more are not declared where another one is named."""
+    parser = Parser(
+        prog="cdc",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"cdc {__version__}")
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=Parser
+    )
+    schemas.add_arguments(subparsers)
+    tail.add_arguments(subparsers)
+    snapshot.add_arguments(subparsers)
+    if not arguments or arguments[0] not in _LIGHT:
+        from consumer_sdk.commands.mirror import add_arguments
+
+        add_arguments(subparsers)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; every error is one line on standard error and an exit code."""
+    follows = False
+    try:
+        parsed = build_parser(arguments).parse_args(arguments)
+        follows = parsed.command == "tail"
+        signal.signal(signal.SIGTERM, _interrupt)
+        # Warns of every connection with TLS that nats-py has made.
+        logging.getLogger("asyncio").setLevel(logging.ERROR)
+        # Warns of what is raised as well.
+        logging.getLogger("psycopg").setLevel(logging.ERROR)
+        code: int = asyncio.run(parsed.run(parsed))
+        return code
+    except CdcError as error:
+        print(f"cdc: {printable(_one_line(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        # Following has no other end than being interrupted.
+        return 0 if follows else INTERRUPTED
+
+
+def main() -> int:
+    """Run what the program's arguments say; the result is the exit code."""
+    return run(sys.argv[1:])
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _one_line(error: Exception) -> str:
+    # A foreign message may be quoted in it, whatever its length.
+    line = " ".join(str(error).split())
+    return line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + "…"

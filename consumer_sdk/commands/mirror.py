@@ -1,0 +1,299 @@
+"""`cdc mirror` and `cdc verify`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.commands.options import add_shared_options, open_client, seconds
+from consumer_sdk.commands.terminal import is_terminal, printable, steady
+from consumer_sdk.errors import UsageError
+from consumer_sdk.mirror.runner import Mirror
+from consumer_sdk.targets.target_url import display_url, open_target, split_url
+from consumer_sdk.verify.table_side import require_conninfo
+from consumer_sdk.verify.verify import verify
+from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import AsyncIterator
+
+    from consumer_sdk.mirror.notices import MirrorStatus, Notice
+    from consumer_sdk.verify.verify import TableReport
+
+REDRAW_SECONDS = 0.5
+REPORT_SECONDS = 10.0
+INTERRUPTED = 130
+SHOWN_KEYS = 20
+_PASSWORDS = "a password is better kept in PGPASSWORD or ~/.pgpass"
+
+
+def add_arguments(subparsers: Any) -> None:
+    """Declare the commands."""
+    mirror = subparsers.add_parser(
+        "mirror",
+        help="keep a replica of tables",
+        description="Load tables into a database and keep them equal to the source, transaction "
+        "by transaction, until interrupted. TABLE is written as in SQL.",
+    )
+    mirror.add_argument("tables", metavar="TABLE", nargs="*")
+    mirror.add_argument(
+        "--all", action="store_true", help="every published table, also those published later"
+    )
+    mirror.add_argument(
+        "--into",
+        metavar="URL",
+        required=True,
+        help=f"sqlite:///PATH or postgresql://…; {_PASSWORDS}",
+    )
+    mirror.add_argument(
+        "--once", action="store_true", help="end when everything stored at the start is applied"
+    )
+    mirror.add_argument(
+        "--fresh", action="store_true", help="build the tables anew, from new snapshots"
+    )
+    add_shared_options(mirror)
+    mirror.set_defaults(run=run_mirror)
+    compare = subparsers.add_parser(
+        "verify",
+        help="compare a replica with its source",
+        description="Compare tables row by row at one position while source and replica move on; "
+        "exit 1 and the differing keys if they differ. TABLE is written as in SQL.",
+    )
+    compare.add_argument("tables", metavar="TABLE", nargs="+")
+    compare.add_argument(
+        "--source",
+        metavar="DSN",
+        required=True,
+        help=f"the source; needs a role with REPLICATION; {_PASSWORDS}",
+    )
+    compare.add_argument(
+        "--replica", metavar="URL", required=True, help="sqlite:///PATH or postgresql://…"
+    )
+    compare.add_argument(
+        "--wait",
+        metavar="TIME",
+        type=seconds,
+        default=60.0,
+        help="how long to wait for open transactions and for the bridge, default 60",
+    )
+    compare.add_argument("--json", action="store_true", help="print one JSON document")
+    add_shared_options(compare)
+    compare.set_defaults(run=run_verify)
+
+
+async def run_mirror(arguments: argparse.Namespace) -> int:
+    """Mirror tables as the arguments say."""
+    if arguments.tables and arguments.all:
+        raise UsageError("--all is every table already; name some tables, or give --all, not both")
+    if not arguments.tables and not arguments.all:
+        raise UsageError("name the tables to mirror, or give --all; see cdc mirror --help")
+    target = open_target(arguments.into)
+    screen = Screen(display_url(arguments.into))
+    async with open_client(arguments) as client:
+        mirror = Mirror(
+            client,
+            None if arguments.all else arguments.tables,
+            target,
+            fresh=arguments.fresh,
+            on_notice=screen.note,
+        )
+        async with _interruptible(mirror) as interrupted, screen.showing(mirror.status):
+            await mirror.run(once=arguments.once)
+    screen.conclude(mirror.status)
+    return INTERRUPTED if arguments.once and interrupted.is_set() else 0
+
+
+async def run_verify(arguments: argparse.Namespace) -> int:
+    """Compare as the arguments say."""
+
+    def waiting(reason: str) -> None:
+        print(f"cdc: {printable(reason)}", file=sys.stderr)
+
+    require_conninfo(arguments.source)
+    split_url(arguments.replica)
+    async with open_client(arguments) as client:
+        reports = await verify(
+            client,
+            arguments.tables,
+            source=arguments.source,
+            replica=arguments.replica,
+            timeout=arguments.wait,
+            on_wait=waiting,
+        )
+    if arguments.json:
+        documents = [_document(report) for report in reports]
+        lines = [steady(json.dumps(documents, ensure_ascii=False))]
+    else:
+        lines = [line for report in reports for line in _lines(report)]
+    # The exit code is the answer, also for whoever does not read all of it.
+    with contextlib.suppress(BrokenPipeError):
+        print("\n".join(lines), flush=True)
+    return 0 if all(report.equal for report in reports) else 1
+
+
+def _document(report: TableReport) -> dict[str, Any]:
+    schema, table = report.table
+    return {
+        "schema": schema,
+        "table": table,
+        "equal": report.equal,
+        "rows": report.rows,
+        "changes_folded": report.changes_folded,
+        "differences": report.differences,
+        "missing": [json.loads(key) for key in report.missing],
+        "extra": [json.loads(key) for key in report.extra],
+        "different": [json.loads(key) for key in report.different],
+    }
+
+
+def _lines(report: TableReport) -> list[str]:
+    table = printable(format_table_name(*report.table))
+    folded = f"{report.changes_folded:,} changes folded in"
+    if report.equal:
+        return [f"{table}: equal, {report.rows:,} rows, {folded}"]
+    lines = [f"{table}: {report.differences:,} of {report.rows:,} rows differ, {folded}"]
+    for kind, keys in (
+        ("missing", report.missing),
+        ("extra", report.extra),
+        ("different", report.different),
+    ):
+        lines += [f"  {kind} {printable(key)}" for key in keys[:SHOWN_KEYS]]
+        if len(keys) > SHOWN_KEYS:
+            lines.append(f"  {kind} … and more")
+    return lines
+
+
+@contextlib.asynccontextmanager
+async def _interruptible(mirror: Mirror) -> AsyncIterator[asyncio.Event]:
+    """Let SIGINT and SIGTERM stop the mirror between two transactions, and the second at once."""
+    loop = asyncio.get_running_loop()
+    interrupted = asyncio.Event()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def interrupt() -> None:
+        if interrupted.is_set():
+            task.cancel()
+        interrupted.set()
+        mirror.stop()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    # Event loops on Windows cannot do this; there an interrupt ends the program at once.
+    with contextlib.suppress(NotImplementedError):
+        for number in signals:
+            loop.add_signal_handler(number, interrupt)
+    try:
+        yield interrupted
+    finally:
+        with contextlib.suppress(NotImplementedError):
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+class Screen:
+    """Shows a mirror at work: a status line on a terminal, logfmt lines elsewhere."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._live = is_terminal(sys.stderr)
+        self._began = time.monotonic()
+        self._events_before = 0
+        self._rate_since = self._began
+        self._rate = 0.0
+
+    def note(self, notice: Notice) -> None:
+        """Print what the mirror has to tell."""
+        level = "warning" if notice.warning else "info"
+        fields = {"level": level, "event": notice.event, **notice.fields}
+        self._clear()
+        print(logfmt(fields), file=sys.stderr, flush=True)
+
+    @contextlib.asynccontextmanager
+    async def showing(self, status: MirrorStatus) -> AsyncIterator[None]:
+        """Report the status while the body runs."""
+        task = asyncio.ensure_future(self._report(status))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            self._clear()
+
+    async def _report(self, status: MirrorStatus) -> None:
+        while True:
+            await asyncio.sleep(REDRAW_SECONDS if self._live else REPORT_SECONDS)
+            self._measure(status)
+            if self._live:
+                room = max(20, shutil.get_terminal_size().columns - 1)
+                sys.stderr.write("\r\x1b[K" + printable(self._line(status))[:room])
+                sys.stderr.flush()
+            else:
+                print(logfmt({"event": "status", **self._fields(status)}), file=sys.stderr)
+
+    def conclude(self, status: MirrorStatus) -> None:
+        """Print where the mirror ended."""
+        tables = "1 table" if status.tables == 1 else f"{status.tables} tables"
+        where = ", ".join(
+            f"{printable(source)} at {format_lsn(position.commit_lsn)}"
+            for source, position in sorted(status.positions.items())
+        )
+        print(
+            f"{tables} in {self._target}: {status.rows_loaded:,} rows loaded, "
+            f"{status.events_applied:,} changes applied; {where}"
+        )
+
+    def _measure(self, status: MirrorStatus) -> None:
+        now = time.monotonic()
+        self._rate = (status.events_applied - self._events_before) / (now - self._rate_since)
+        self._events_before, self._rate_since = status.events_applied, now
+
+    def _fields(self, status: MirrorStatus) -> dict[str, Any]:
+        return {
+            "state": status.state,
+            "tables": status.tables,
+            "rows_loaded": status.rows_loaded,
+            "events": status.events_applied,
+            "events_per_second": round(self._rate),
+            "lag_seconds": round(_lag_seconds(status), 1),
+            "repairs": status.repairs,
+        }
+
+    def _line(self, status: MirrorStatus) -> str:
+        loaded = f"{status.rows_loaded:,} rows loaded"
+        if status.tables_loading:
+            loaded += f" of {status.rows_expected:,}, {status.tables_loading} tables to go"
+        return (
+            f"{status.state}: {loaded}, {status.events_applied:,} changes, "
+            f"{self._rate:,.0f}/s, lag {_lag_seconds(status):.1f} s"
+        )
+
+    def _clear(self) -> None:
+        if self._live:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _lag_seconds(status: MirrorStatus) -> float:
+    if status.caught_up or not status.last_event_us:
+        return 0.0
+    return max(0.0, time.time() - status.last_event_us / 1e6)
+
+
+def logfmt(fields: dict[str, Any]) -> str:
+    """One line of `key=value`, quoted where a value has blanks or quotes."""
+    return " ".join(f"{key}={_quoted(printable(str(value)))}" for key, value in fields.items())
+
+
+def _quoted(text: str) -> str:
+    if text and not any(char in text for char in ' "=\\'):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

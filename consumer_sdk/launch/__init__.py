@@ -1,0 +1,1 @@
+"""How the three commands start and end."""

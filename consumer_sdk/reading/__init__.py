@@ -1,0 +1,1 @@
+"""Reading the CDC stream: without gaps, in order, decoded."""

@@ -1,0 +1,204 @@
+"""The change log by sequence: what it holds, bounded reads of it, and waiting for more."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import TYPE_CHECKING, TypeVar
+
+from consumer_sdk.errors import GapError, UsageError
+from consumer_sdk.reading.pull import PullConsumer
+from consumer_sdk.reading.stream import Frame, StreamBounds, stream_bounds
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+
+    from consumer_sdk.reading.decoder import EventDecoder, Stored
+    from consumer_sdk.transport.connection import LogConnection
+    from consumer_sdk.transport.settings import NatsSettings
+
+__all__ = ["Frame", "LogBounds", "LogReader", "read_log_blocking", "read_log_blocking_raw"]
+
+LogBounds = StreamBounds
+Item = TypeVar("Item")
+DEFAULT_BATCH = 1000
+
+
+class LogReader:
+    """Random access to the change log by stream sequence.
+
+    Slices are independent of each other: any number of readers may read any of them in parallel.
+    """
+
+    def __init__(self, nc: LogConnection, stream: str, everything: str, decoder: EventDecoder):
+        self._nc = nc
+        self._stream = stream
+        self._everything = everything
+        self._decoder = decoder
+
+    async def bounds(self) -> LogBounds:
+        """The sequences held now, first and last included, and the stream's creation time."""
+        return await stream_bounds(self._nc, self._stream)
+
+    async def read(
+        self,
+        first: int,
+        end: int,
+        subjects: Sequence[str] | None = None,
+        *,
+        created: int | None = None,
+        max_batch: int = DEFAULT_BATCH,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[list[Stored], None]:
+        """The events stored at sequences [first, end), in batches that are never empty.
+
+        `subjects` restricts them to some subjects; `created` names the stream expected. GapError if
+        a part of the range is no longer there, UsageError if a part is not there yet.
+        """
+        frames = self.read_raw(
+            first, end, subjects, created=created, max_batch=max_batch, timeout=timeout
+        )
+        async with aclosing(frames):
+            async for batch in frames:
+                stored = await self._decoder.decode(batch)
+                if stored:
+                    yield stored
+
+    async def read_raw(
+        self,
+        first: int,
+        end: int,
+        subjects: Sequence[str] | None = None,
+        *,
+        created: int | None = None,
+        max_batch: int = DEFAULT_BATCH,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[list[Frame], None]:
+        """Like `read`, undecoded: sequence, subject, header block and payload as stored."""
+        if first < 1 or end < first:
+            raise UsageError(f"not a range of sequences: [{first}, {end})")
+        bounds = await self.bounds()
+        if created is not None and bounds.created != created:
+            raise GapError("the stream was recreated", first, bounds.first)
+        if first == end:
+            return
+        if first < bounds.first:
+            raise GapError("it was trimmed or purged", first, bounds.first)
+        if end > bounds.last + 1:
+            raise UsageError(
+                f"the log ends at sequence {bounds.last}; [{first}, {end}) goes beyond"
+            )
+        consumer = PullConsumer(
+            self._nc,
+            self._stream,
+            filters=subjects or [self._everything],
+            start_sequence=first,
+            created=bounds.created,
+            window=max(64, min(4096, end - first)),
+            timeout=timeout,
+        )
+        try:
+            while consumer.next_sequence < end:
+                frames = await consumer.take(max_batch, wait=1.0)
+                inside = frames
+                if frames and frames[-1].stream_seq >= end:
+                    inside = [frame for frame in frames if frame.stream_seq < end]
+                if inside:
+                    yield inside
+                # With other subjects left out, "caught up" is how the end of the range shows.
+                if consumer.caught_up and await consumer.is_through(end):
+                    return
+        finally:
+            await consumer.close()
+
+    async def poll(self, after: int, timeout: float | None = None) -> LogBounds:
+        """Wait until something is stored after sequence `after`, or `timeout` seconds passed."""
+        bounds = await self.bounds()
+        if bounds.last > after or (timeout is not None and timeout <= 0):
+            return bounds
+        consumer = PullConsumer(
+            self._nc,
+            self._stream,
+            filters=[self._everything],
+            start_sequence=after + 1,
+            created=bounds.created,
+            lenient_start=True,
+            headers_only=True,
+            window=2,
+        )
+        try:
+            await consumer.take(1, wait=timeout)
+        finally:
+            await consumer.close()
+        return await self.bounds()
+
+
+def read_log_blocking(
+    settings: NatsSettings,
+    first: int,
+    end: int,
+    subjects: Sequence[str] | None = None,
+    *,
+    created: int | None = None,
+    max_batch: int = DEFAULT_BATCH,
+    timeout: float | None = 60.0,
+) -> Iterator[list[Stored]]:
+    """`LogReader.read` for code without an event loop; owns and closes its connection."""
+    return _blocking(
+        settings,
+        lambda log: log.read(
+            first, end, subjects, created=created, max_batch=max_batch, timeout=timeout
+        ),
+        timeout,
+    )
+
+
+def read_log_blocking_raw(
+    settings: NatsSettings,
+    first: int,
+    end: int,
+    subjects: Sequence[str] | None = None,
+    *,
+    created: int | None = None,
+    max_batch: int = DEFAULT_BATCH,
+    timeout: float | None = 60.0,
+) -> Iterator[list[Frame]]:
+    """`LogReader.read_raw` for code without an event loop; owns and closes its connection."""
+    return _blocking(
+        settings,
+        lambda log: log.read_raw(
+            first, end, subjects, created=created, max_batch=max_batch, timeout=timeout
+        ),
+        timeout,
+    )
+
+
+def _blocking(
+    settings: NatsSettings,
+    read: Callable[[LogReader], AsyncGenerator[Item, None]],
+    timeout: float | None,
+) -> Iterator[Item]:
+    from consumer_sdk.client import connect
+
+    async def step(items: AsyncGenerator[Item, None]) -> list[Item]:
+        try:
+            return [await anext(items)]
+        except StopAsyncIteration:
+            return []
+
+    with asyncio.Runner() as runner:
+        opening = connect(settings=settings, timeout=timeout)
+        client = runner.run(opening.__aenter__())
+        try:
+            items = read(client.log())
+            try:
+                while batch := runner.run(step(items)):
+                    yield batch[0]
+            finally:
+                runner.run(_close(items))
+        finally:
+            runner.run(opening.__aexit__(None, None, None))
+
+
+async def _close(items: AsyncGenerator[Item, None]) -> None:
+    await items.aclose()

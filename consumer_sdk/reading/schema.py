@@ -1,0 +1,168 @@
+"""Table schemas from the KV bucket."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+import nats.errors
+import nats.js.errors
+
+from consumer_sdk.errors import (
+    CorruptData,
+    GapError,
+    NotAvailable,
+    UnknownTable,
+    UsageError,
+    VersionTooNew,
+)
+from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.reading.pull import PullConsumer
+from consumer_sdk.transport.connection import NoJetStream
+from consumer_sdk.wire.column_types import TableSchema
+from consumer_sdk.wire.envelope import JSON, decode_payload
+from consumer_sdk.wire.errors import WireError, WireVersionError
+from consumer_sdk.wire.subjects import format_table_name, parse_table_name, table_token
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from nats.js.kv import KeyValue
+
+    from consumer_sdk.reading.stream import Frame
+    from consumer_sdk.transport.connection import LogConnection
+
+_BATCH = 256
+
+TableName = str | tuple[str, str]
+"""A table as SQL spells it, or as (schema, table)."""
+
+
+def resolve_table(table: TableName) -> tuple[str, str]:
+    """(schema, table) of either spelling; UsageError if it is not a table name."""
+    if isinstance(table, tuple):
+        return table
+    try:
+        return parse_table_name(table)
+    except WireError as error:
+        raise UsageError(str(error)) from error
+
+
+def read_schema(key: str, value: bytes) -> TableSchema:
+    """Decode a schema document of the bucket, MessagePack or JSON."""
+    headers = {"Content-Type": JSON} if value[:1] == b"{" else None
+    try:
+        schema = TableSchema.from_document(decode_payload(headers, value))
+        token = table_token(schema.schema, schema.table)
+        if token != key:
+            raise WireError(f"it is one of table {token}")
+        return schema
+    except WireVersionError as error:
+        raise VersionTooNew(f"schema {key}: {error}") from error
+    except WireError as error:
+        raise CorruptData(f"schema {key}: {error}") from error
+
+
+class SchemaBook:
+    """The schemas bucket: one document for each published table, the newest version."""
+
+    def __init__(self, nc: LogConnection, bucket: str) -> None:
+        self._nc = nc
+        self._bucket = bucket
+        self._store: KeyValue | None = None
+
+    async def find(self, token: str) -> TableSchema | None:
+        """The schema of one table by its token, None if there is none."""
+        try:
+            if self._store is None:
+                self._store = await self._nc.jetstream().key_value(self._bucket)
+            entry = await self._store.get(token)
+        except nats.js.errors.BucketNotFoundError as error:
+            raise _no_bucket(self._bucket) from error
+        except (nats.js.errors.KeyNotFoundError, nats.js.errors.KeyDeletedError):
+            return None
+        except (nats.errors.NoRespondersError, nats.js.errors.ServiceUnavailableError) as error:
+            raise NoJetStream from error
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            raise NotAvailable(f"schemas cannot be read: {self._nc.explain(error)}") from error
+        return read_schema(token, entry.value or b"")
+
+    async def get(self, table: TableName) -> TableSchema:
+        """The schema of one table; UnknownTable with similar names if there is none."""
+        schema_name, name = resolve_table(table)
+        found = await self.find(table_token(schema_name, name))
+        if found is None:
+            wanted = format_table_name(schema_name, name)
+            known = [format_table_name(one.schema, one.table) for one in await self.all()]
+            raise UnknownTable(wanted, difflib.get_close_matches(wanted, known, n=3, cutoff=0.5))
+        return found
+
+    async def all(self) -> list[TableSchema]:
+        """Every published table, sorted by schema and name."""
+        found: dict[str, TableSchema] = {}
+        consumer = self._consumer(timeout=10.0)
+        try:
+            # The first look opens the consumer, which then knows whether there is anything.
+            frames = await consumer.take(_BATCH, wait=0)
+            while frames or not consumer.caught_up:
+                self._apply(frames, found)
+                frames = await consumer.take(_BATCH, wait=0 if consumer.caught_up else 1.0)
+        except NoJetStream:
+            raise
+        except (GapError, NotAvailable) as error:
+            raise _no_bucket(self._bucket) from error
+        finally:
+            await consumer.close()
+        return sorted(found.values(), key=lambda one: (one.schema, one.table))
+
+    async def watch(self) -> AsyncGenerator[TableSchema, None]:
+        """Every table's schema now, then each new version as it is published; never ends."""
+        seen: dict[str, int] = {}
+        while True:
+            consumer = self._consumer(timeout=None)
+            try:
+                while True:
+                    for frame in await consumer.take(_BATCH):
+                        schema = self._schema_of(frame)
+                        if schema is None:
+                            seen.pop(self._key(frame), None)
+                        elif seen.get(self._key(frame)) != frame.stream_seq:
+                            seen[self._key(frame)] = frame.stream_seq
+                            yield schema
+            except GapError:
+                # The bucket was recreated: start over with what it holds now.
+                seen.clear()
+            finally:
+                await consumer.close()
+
+    def _consumer(self, timeout: float | None) -> PullConsumer:
+        return PullConsumer(
+            self._nc,
+            f"KV_{self._bucket}",
+            filters=[f"$KV.{self._bucket}.>"],
+            start_sequence=1,
+            gapless=False,
+            window=512,
+            timeout=timeout,
+        )
+
+    def _apply(self, frames: list[Frame], found: dict[str, TableSchema]) -> None:
+        for frame in frames:
+            schema = self._schema_of(frame)
+            if schema is None:
+                found.pop(self._key(frame), None)
+            else:
+                found[self._key(frame)] = schema
+
+    def _key(self, frame: Frame) -> str:
+        return frame.subject.decode("utf-8", "replace").removeprefix(f"$KV.{self._bucket}.")
+
+    def _schema_of(self, frame: Frame) -> TableSchema | None:
+        headers = parse_headers(frame.headers) or {}
+        if "KV-Operation" in headers or "Nats-Marker-Reason" in headers or not frame.payload:
+            return None
+        return read_schema(self._key(frame), frame.payload)
+
+
+def _no_bucket(bucket: str) -> NotAvailable:
+    return NotAvailable(f"there is no bucket {bucket} on this NATS; has a bridge run?")

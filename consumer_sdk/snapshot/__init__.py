@@ -1,0 +1,1 @@
+"""Snapshots: asked for, waited for, read chunk by chunk."""

@@ -1,0 +1,263 @@
+"""Chunks of a snapshot back into rows, whatever they were written as."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from datetime import date, datetime
+from decimal import ROUND_UP, Context
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.errors import CorruptData, UsageError, VersionTooNew
+from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.wire.column_types import Column, restore_json
+from consumer_sdk.wire.compression import LoadedDictionaries, decompress
+from consumer_sdk.wire.envelope import (
+    ARROW,
+    CONTENT_ENCODING,
+    CONTENT_TYPE,
+    DICTIONARY,
+    JSON,
+    WIRE_VERSION,
+    decode_payload,
+)
+from consumer_sdk.wire.errors import MISFITS, DictionaryMissing, WireError, WireVersionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from decimal import Decimal
+
+    from consumer_sdk.client import Client
+    from consumer_sdk.reading.stream import Frame
+    from consumer_sdk.snapshot.snapshot import SnapshotMeta
+
+Row = dict[str, Any]
+_REFERENCE = "$ref"
+
+
+class ChunkRows(list[Row]):
+    """The rows of one chunk, and which of their json columns travel as text."""
+
+    __slots__ = ("number", "raw_columns", "raw_rows")
+
+    def __init__(
+        self,
+        rows: list[Row],
+        number: int,
+        raw_columns: tuple[str, ...] = (),
+        raw_rows: dict[int, tuple[str, ...]] | None = None,
+    ) -> None:
+        super().__init__(rows)
+        self.number = number
+        self.raw_columns = raw_columns
+        self.raw_rows = raw_rows or {}
+
+    def raw(self, index: int) -> tuple[str, ...]:
+        """Columns of one row whose value is the text of a JSON document, not the document."""
+        own = self.raw_rows.get(index)
+        return self.raw_columns if own is None else (*self.raw_columns, *own)
+
+
+class ChunkReader:
+    """Decodes the chunks of one snapshot; everything it refuses is CorruptData."""
+
+    def __init__(self, client: Client, meta: SnapshotMeta) -> None:
+        self._client = client
+        self._meta = meta
+        self._columns = [Column.from_document(one) for one in meta.columns]
+        self._dictionaries = LoadedDictionaries()
+
+    async def decode(self, number: int, frame: Frame) -> ChunkRows:
+        """The rows of a stored chunk, rows kept as objects included."""
+        headers = parse_headers(frame.headers) or {}
+        while True:
+            try:
+                return await self._decode(number, headers, frame.payload)
+            except DictionaryMissing as missing:
+                name = missing.dictionary_id
+            except WireVersionError as error:
+                raise VersionTooNew(f"chunk {number}: {error}") from error
+            except WireError as error:
+                raise CorruptData(f"chunk {number}: {error}") from error
+            self._dictionaries[name] = await self._client.dictionary(name)
+
+    async def _decode(self, number: int, headers: dict[str, str], payload: bytes) -> ChunkRows:
+        if headers.get(CONTENT_TYPE) == ARROW:
+            if headers.get(CONTENT_ENCODING) == "zstd":
+                payload = decompress(
+                    payload,
+                    dictionary_id=headers.get(DICTIONARY),
+                    dictionaries=self._dictionaries,
+                )
+            return self._arrow_rows(number, payload)
+        document = decode_payload(headers, payload, self._dictionaries)
+        self._check(number, document)
+        reference = document.get("ref")
+        if isinstance(reference, dict):
+            return self._arrow_rows(number, await self._client.fetch_object(reference))
+        rows = document.get("data")
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise WireError("damaged message: data is not a list of rows")
+        as_json = headers.get(CONTENT_TYPE) == JSON
+        for index, row in enumerate(rows):
+            if _REFERENCE in row and len(row) == 1 and isinstance(row[_REFERENCE], dict):
+                rows[index] = await self._referred(row[_REFERENCE], as_json)
+        chunk = ChunkRows(rows, number, _raw_columns(document), _raw_rows(document))
+        if as_json:
+            self._restore(chunk)
+        return chunk
+
+    async def _referred(self, reference: dict[str, Any], as_json: bool) -> Row:
+        content = await self._client.fetch_object(reference)
+        return decode_payload({CONTENT_TYPE: JSON} if as_json else None, content, versioned=False)
+
+    def _check(self, number: int, document: dict[str, Any]) -> None:
+        expected = (
+            ("snapshot_id", self._meta.snapshot_id),
+            ("chunk", number),
+            ("source", self._meta.source),
+            ("epoch", self._meta.epoch),
+            ("table", self._meta.table),
+            ("schema", self._meta.schema),
+            ("lsn", self._meta.snapshot_lsn),
+        )
+        for key, value in expected:
+            found = document.get(key)
+            if found != value and str(found) != str(value):
+                raise WireError(f"damaged message: {key} is {found!r}, the snapshot's is {value!r}")
+
+    def _restore(self, chunk: ChunkRows) -> None:
+        for column in self._columns:
+            name = column.name
+            for index, row in enumerate(chunk):
+                if name in row and name not in chunk.raw(index):
+                    row[name] = restore_json(row[name], column)
+
+    def _arrow_rows(self, number: int, stream: bytes) -> ChunkRows:
+        batch, document = read_arrow(stream)
+        self._check(number, document)
+        try:
+            return self._rows_of(number, batch, document)
+        except MISFITS as error:
+            raise WireError(f"damaged Arrow chunk: {error!r}") from error
+
+    def _rows_of(self, number: int, batch: Any, document: dict[str, Any]) -> ChunkRows:
+        odd = document.get("odd") or {}
+        columns = {column.name: column for column in self._columns}
+        values: dict[str, list[Any]] = {}
+        for name, array in zip(batch.schema.names, batch.columns, strict=True):
+            convert = _converter(array.type)
+            items = array.to_pylist()
+            values[name] = items if convert is None else [_apply(convert, item) for item in items]
+            for row, value in (odd.get(name) or {}).items():
+                column = columns.get(name)
+                values[name][int(row)] = value if column is None else restore_json(value, column)
+        names = list(values)
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*values.values(), strict=True)]
+        # Arrow has no JSON: documents are text in every row.
+        raw = tuple(
+            column.name
+            for column in self._columns
+            if column.family in ("json", "jsonb") or column.element_family in ("json", "jsonb")
+        )
+        return ChunkRows(rows, number, raw)
+
+
+def read_arrow(stream: bytes) -> tuple[Any, dict[str, Any]]:
+    """The record batch of an Arrow chunk, and the chunk's fields from its schema metadata."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise UsageError(
+            "this snapshot is in Arrow format, which needs pyarrow: pip install 'tailrace[arrow]'"
+        ) from error
+    try:
+        with pa.ipc.open_stream(stream) as reader:
+            document = json.loads((reader.schema.metadata or {})[b"cdc"])
+            batch = reader.read_next_batch()
+    except (pa.ArrowException, StopIteration, OSError, *MISFITS) as error:
+        raise WireError(f"damaged Arrow chunk: {error!r}") from error
+    if not isinstance(document, dict):
+        raise WireError("damaged Arrow chunk: its fields are not a map")
+    version = document.get("v")
+    if not isinstance(version, int) or version > WIRE_VERSION:
+        raise WireVersionError(f"chunk has wire version {version}; upgrade this reader")
+    return batch, document
+
+
+def _raw_columns(document: dict[str, Any]) -> tuple[str, ...]:
+    names = document.get("raw_columns") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise WireError("damaged message: raw_columns is not a list of names")
+    return tuple(names)
+
+
+def _raw_rows(document: dict[str, Any]) -> dict[int, tuple[str, ...]]:
+    raw = document.get("raw") or {}
+    try:
+        return {int(index): tuple(map(str, names)) for index, names in raw.items()}
+    except MISFITS as error:
+        raise WireError("damaged message: raw is not a map of names by row") from error
+
+
+def _apply(convert: Callable[[Any], Any], value: Any) -> Any:
+    if value is None:
+        return None
+    return [_apply(convert, item) for item in value] if isinstance(value, list) else convert(value)
+
+
+def _converter(kind: Any) -> Callable[[Any], Any] | None:
+    """From what Arrow gives back to the value as every other format carries it."""
+    import pyarrow as pa
+
+    if pa.types.is_list(kind):
+        return _converter(kind.value_type)
+    if pa.types.is_timestamp(kind):
+        return _zoned if kind.tz else _iso
+    if pa.types.is_date(kind):
+        return date.isoformat
+    if pa.types.is_decimal(kind):
+        return _fixed_point
+    if pa.types.is_float32(kind):
+        return _shortest_float4
+    return None
+
+
+def _iso(value: datetime) -> str:
+    text = value.replace(tzinfo=None).isoformat()
+    return text.rstrip("0") if "." in text else text
+
+
+def _zoned(value: datetime) -> str:
+    return _iso(value) + "Z"
+
+
+def _fixed_point(value: Decimal) -> str:
+    return format(value, "f")
+
+
+def _shortest_float4(value: float) -> float:
+    """The double that PostgreSQL's shortest text of a float4 reads as."""
+    if not value or not math.isfinite(value):
+        return value
+    packed = struct.pack("f", value)
+    # Six digits always fit a normal float4 read from them; subnormal ones hold fewer.
+    for digits in range(1 if abs(value) < 2**-126 else 6, 9):
+        candidate = float(f"{value:.{digits}g}")
+        if _reads_as(candidate, packed):
+            return candidate
+        # The neighbours of a power of two are nearer below it, so above it more text fits.
+        if abs(math.frexp(value)[0]) == 0.5:
+            candidate = float(Context(prec=digits, rounding=ROUND_UP).create_decimal(value))
+            if _reads_as(candidate, packed):
+                return candidate
+    return float(f"{value:.9g}")
+
+
+def _reads_as(value: float, packed: bytes) -> bool:
+    """Whether a float4 is the nearest to a value; PostgreSQL prints nothing half-way to another."""
+    return all(
+        struct.pack("f", near) == packed
+        for near in (value, math.nextafter(value, math.inf), math.nextafter(value, -math.inf))
+    )

@@ -1,0 +1,281 @@
+"""Asking the bridge for a snapshot, and waiting until it is complete."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import nats.errors
+
+from consumer_sdk.errors import (
+    CorruptData,
+    GapError,
+    NotAvailable,
+    SnapshotFailed,
+    UsageError,
+    VersionTooNew,
+)
+from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.reading.pull import PullConsumer
+from consumer_sdk.reading.schema import TableName, resolve_table
+from consumer_sdk.reading.stream import stream_bounds
+from consumer_sdk.snapshot.snapshot import (
+    Snapshot,
+    SnapshotMeta,
+    count_chunks,
+    decode_meta,
+    is_reusable,
+    newest_meta,
+)
+from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.wire.envelope import CONTENT_TYPE, MSGPACK, decode_payload
+from consumer_sdk.wire.errors import WireError, WireVersionError
+from consumer_sdk.wire.subjects import format_table_name, table_token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+    from consumer_sdk.client import Client
+    from consumer_sdk.reading.stream import Frame
+
+ANSWER_SECONDS = 3.0
+# For as long a bridge that is too busy to look at the request is asked again.
+BUSY_SECONDS = 20.0
+BUSY_PAUSE_SECONDS = 0.5
+FORMATS = ("msgpack", "json", "arrow")
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotProgress:
+    """What the bridge says of a snapshot under way; `document` holds everything it said."""
+
+    snapshot_id: str
+    state: str
+    rows: int
+    estimated_rows: int | None
+    document: dict[str, Any]
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """Whom or what the snapshot waits for before its first row can travel."""
+        named = self.document.get("waiting_for")
+        return [str(one) for one in named] if isinstance(named, list) else []
+
+
+async def take_snapshot(
+    client: Client,
+    table: TableName,
+    *,
+    fresh: bool,
+    columns: Sequence[str] | None,
+    chunk_format: str | None,
+    zstd: bool | None,
+    progress: Callable[[SnapshotProgress], None] | None,
+    stall_timeout: float,
+) -> Snapshot:
+    """See `Client.snapshot`."""
+    if chunk_format is not None and chunk_format not in FORMATS:
+        raise UsageError(f"no snapshot format {chunk_format!r}; there are {', '.join(FORMATS)}")
+    schema = await client.schema(table)
+    options: dict[str, Any] = {}
+    if columns is not None:
+        for name in columns:
+            if schema.column(name) is None:
+                raise UsageError(f"table {_display(table)} has no column {name!r}")
+        options["columns"] = list(columns)
+    if chunk_format is not None:
+        options["format"] = chunk_format
+    if zstd is not None:
+        options["zstd"] = zstd
+    token = table_token(schema.schema, schema.table)
+    if not fresh:
+        # What is damaged, or somebody else's, is not used again.
+        with suppress(CorruptData):
+            frame = await newest_meta(client, token)
+            meta = None if frame is None else decode_meta(frame)
+            if meta is not None and await is_reusable(client, meta, options):
+                return Snapshot(client, meta, reused=True)
+    pending = _Pending(client, token, _display(table), progress, stall_timeout)
+    return Snapshot(client, await pending.run(options, fresh), reused=False)
+
+
+def _display(table: TableName) -> str:
+    return format_table_name(*resolve_table(table))
+
+
+class _Pending:
+    """One request, from asking to the meta that completes it."""
+
+    def __init__(
+        self,
+        client: Client,
+        token: str,
+        table: str,
+        progress: Callable[[SnapshotProgress], None] | None,
+        stall_timeout: float,
+    ) -> None:
+        self._client = client
+        self._token = token
+        self._table = table
+        self._progress = progress
+        self._stall_timeout = stall_timeout
+        self._moved = 0.0
+        self._came_to: tuple[Any, ...] = ()
+        self._state = "requested"
+        self._snapshot_id = ""
+
+    async def run(self, options: dict[str, Any], fresh: bool) -> SnapshotMeta:
+        subjects = self._client.subjects
+        bounds = await stream_bounds(self._client.nc, subjects.init_stream)
+        consumer = PullConsumer(
+            self._client.nc,
+            subjects.init_stream,
+            filters=[subjects.meta(self._token), subjects.error(self._token)],
+            start_sequence=bounds.last + 1,
+            gapless=False,
+            window=64,
+        )
+        watching: Subscription | None = None
+        try:
+            watching = await self._client.nc.subscribe(
+                subjects.snapshot_progress(self._token, "*"), cb=self._on_progress
+            )
+            answer = await self._ask({**options, "fresh": True} if fresh else options)
+            self._snapshot_id = str(answer.get("snapshot_id", ""))
+            self._state = str(answer.get("state", "running"))
+            # The bridge may hand out one that was already complete.
+            frame = await newest_meta(self._client, self._token)
+            meta = None if frame is None else self._outcome(frame)
+            return meta or await self._wait(consumer)
+        except nats.errors.Error as error:
+            raise NotAvailable(f"NATS does not answer: {self._client.nc.explain(error)}") from error
+        except GapError as error:
+            raise SnapshotFailed(
+                f"snapshot {self._snapshot_id} of {self._table}: stream {subjects.init_stream} was "
+                "deleted or recreated meanwhile"
+            ) from error
+        finally:
+            await consumer.close()
+            if watching is not None and not self._client.nc.is_closed:
+                try:
+                    await watching.unsubscribe()
+                except nats.errors.Error:
+                    pass
+
+    async def _ask(self, options: dict[str, Any]) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + BUSY_SECONDS
+        while True:
+            await stay_cancelled()
+            answer = await self._ask_once(options)
+            if answer.get("ok") is True:
+                return answer
+            if answer.get("retry") is not True or loop.time() > deadline:
+                reason = answer.get("error") or "the bridge gave no reason"
+                raise SnapshotFailed(f"snapshot of {self._table} refused: {reason}")
+            await asyncio.sleep(BUSY_PAUSE_SECONDS)
+
+    async def _ask_once(self, options: dict[str, Any]) -> dict[str, Any]:
+        subject = self._client.subjects.snapshot_request(self._token)
+        body = msgpack.packb(options) if options else b""
+        headers = {CONTENT_TYPE: MSGPACK} if options else None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + ANSWER_SECONDS
+        while True:
+            await stay_cancelled()
+            try:
+                reply = await self._client.nc.request(
+                    subject, body, timeout=max(0.1, deadline - loop.time()), headers=headers
+                )
+                break
+            except nats.errors.NoRespondersError:
+                # Nobody listens; a bridge may be just about to take over.
+                if loop.time() + 0.25 >= deadline:
+                    raise self._nobody() from None
+                await asyncio.sleep(0.25)
+            except (nats.errors.TimeoutError, TimeoutError):
+                raise self._nobody() from None
+        return _read_map(reply.data)
+
+    def _nobody(self) -> NotAvailable:
+        return NotAvailable(
+            f"no bridge answers for table {self._table}; is the bridge that publishes it running?"
+        )
+
+    async def _wait(self, consumer: PullConsumer) -> SnapshotMeta:
+        loop = asyncio.get_running_loop()
+        self._moved = loop.time()
+        chunks = -1
+        while True:
+            for frame in await consumer.take(16, wait=min(1.0, self._stall_timeout)):
+                meta = self._outcome(frame)
+                if meta is not None:
+                    return meta
+            if loop.time() - self._moved < self._stall_timeout:
+                continue
+            stored = await count_chunks(self._client, self._token, self._snapshot_id)
+            if stored <= chunks:
+                raise SnapshotFailed(
+                    f"snapshot {self._snapshot_id} of {self._table} made no progress for "
+                    f"{self._stall_timeout:g} s (last state: {self._state})"
+                )
+            chunks = stored
+            self._moved = loop.time()
+
+    def _outcome(self, frame: Frame) -> SnapshotMeta | None:
+        try:
+            document = decode_payload(parse_headers(frame.headers), frame.payload)
+        except WireVersionError as error:
+            raise VersionTooNew(f"snapshot of {self._table}: {error}") from error
+        except WireError:
+            return None
+        if document.get("snapshot_id") != self._snapshot_id:
+            return None
+        if frame.subject.decode("utf-8", "replace") == self._client.subjects.meta(self._token):
+            return decode_meta(frame)
+        reason = document.get("error") or "the bridge gave no reason"
+        raise SnapshotFailed(f"snapshot of {self._table} failed: {reason}")
+
+    async def _on_progress(self, message: Msg) -> None:
+        snapshot_id = message.subject.rpartition(".")[2]
+        if self._snapshot_id and snapshot_id != self._snapshot_id:
+            return
+        document = _read_map(message.data)
+        self._state = str(document.get("state", self._state))
+        # A bridge limits by itself how long it waits before it copies; from then on its word that
+        # it lives is not enough.
+        came_to = tuple(document.get(key) for key in ("state", "rows", "chunks", "pieces_left"))
+        if self._state != "copying" or came_to != self._came_to:
+            self._moved = asyncio.get_running_loop().time()
+            self._came_to = came_to
+        if self._progress is not None:
+            self._progress(
+                SnapshotProgress(
+                    snapshot_id,
+                    self._state,
+                    _count(document, "rows") or 0,
+                    _count(document, "estimated_rows"),
+                    document,
+                )
+            )
+
+
+def _count(document: dict[str, Any], key: str) -> int | None:
+    value = document.get(key)
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def _read_map(data: bytes) -> dict[str, Any]:
+    """An answer in either encoding; {} for anything else."""
+    try:
+        value = json.loads(data) if data[:1] == b"{" else msgpack.unpackb(data)
+    except Exception:  # whatever a decoder says of foreign bytes  # noqa: BLE001
+        return {}
+    return value if isinstance(value, dict) else {}

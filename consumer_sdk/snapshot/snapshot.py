@@ -1,0 +1,263 @@
+"""Snapshots: find a retained one or ask for a new one, then read it chunk by chunk, verified."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.errors import CorruptData, GapError, NotAvailable, SnapshotFailed
+from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.reading.pull import PullConsumer
+from consumer_sdk.reading.stream import Frame, get_message, stream_bounds
+from consumer_sdk.snapshot.chunks import ChunkReader, ChunkRows
+from consumer_sdk.transport.connection import ApiError
+from consumer_sdk.wire.column_types import Column
+from consumer_sdk.wire.envelope import CHUNK_SHA256, decode_payload, unsigned
+from consumer_sdk.wire.errors import MISFITS, WireError
+from consumer_sdk.wire.subjects import format_table_name, table_token
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from consumer_sdk.client import Client
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMeta:
+    """What is known of a complete snapshot.
+
+    An event is in it iff the event's commit LSN is below `snapshot_lsn`. Reading the change stream
+    from `cdc_seq` on misses nothing that is not in it. `columns` and `options` are as published.
+    """
+
+    snapshot_id: str
+    source: str
+    epoch: int
+    table: str
+    schema: str
+    snapshot_lsn: int
+    timestamp: int
+    batch_count: int
+    row_count: int
+    schema_version: int
+    columns: tuple[Any, ...]
+    options: dict[str, Any]
+    format: str
+    stream: str
+    stream_created: int
+    cdc_seq: int
+    checksum: str
+    relation_id: int = 0
+    """PostgreSQL's OID of the table, as events have it; 0 where it is not known."""
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> SnapshotMeta:
+        """Read a meta message; CorruptData if it is not one."""
+        try:
+            return cls(
+                snapshot_id=str(document["snapshot_id"]),
+                source=str(document["source"]),
+                epoch=unsigned(document, "epoch"),
+                table=str(document["table"]),
+                schema=str(document["schema"]),
+                snapshot_lsn=unsigned(document, "lsn"),
+                timestamp=int(document["timestamp"]),
+                batch_count=unsigned(document, "batch_count"),
+                row_count=unsigned(document, "row_count"),
+                schema_version=unsigned(document, "schema_version"),
+                columns=_columns(document["columns"]),
+                options=dict(document["options"] or {}),
+                format=str(document["format"]),
+                stream=str(document["stream"]),
+                stream_created=int(document["stream_created"]),
+                cdc_seq=unsigned(document, "cdc_seq"),
+                checksum=str(document["checksum"]),
+                relation_id=int(document.get("relation_id", 0)),
+            )
+        except (WireError, *MISFITS) as error:
+            raise CorruptData(f"damaged snapshot meta: {error!r}") from error
+
+    @property
+    def token(self) -> str:
+        """The table as it stands in subjects."""
+        return table_token(self.schema, self.table)
+
+
+def _columns(documents: list[Any]) -> tuple[Any, ...]:
+    """The columns as published, each of them readable."""
+    for one in documents:
+        Column.from_document(one)
+    return tuple(documents)
+
+
+class Snapshot:
+    """A complete snapshot of one table, as stored in the INIT stream."""
+
+    def __init__(self, client: Client, meta: SnapshotMeta, *, reused: bool) -> None:
+        self._client = client
+        self.meta = meta
+        self.reused = reused
+        self._reader = ChunkReader(client, meta)
+
+    async def chunks(self) -> AsyncGenerator[ChunkRows, None]:
+        """Its rows, a chunk at a time, each verified by its own sha256 before it is given out.
+
+        The whole (every chunk once, number of rows, checksum) is verified when the last has been
+        read: keep nothing unless the iteration ends without an error.
+        """
+        digests: dict[int, str] = {}
+        rows = 0
+        async with aclosing(self.raw_chunks()) as frames:
+            async for number, digest, frame in frames:
+                digests[number] = digest
+                chunk = await self._reader.decode(number, frame)
+                rows += len(chunk)
+                yield chunk
+        joined = "".join(digests[number] for number in range(self.meta.batch_count))
+        if hashlib.sha256(joined.encode("ascii")).hexdigest() != self.meta.checksum:
+            raise CorruptData(f"{self._name()}: its chunks are not the ones the checksum is for")
+        if rows != self.meta.row_count:
+            raise CorruptData(f"{self._name()}: {rows} rows read, {self.meta.row_count} written")
+
+    async def rows(self) -> AsyncGenerator[Row, None]:
+        """Its rows one by one; verified as `chunks` are."""
+        async with aclosing(self.chunks()) as chunks:
+            async for chunk in chunks:
+                for row in chunk:
+                    yield row
+
+    async def raw_chunks(self) -> AsyncGenerator[tuple[int, str, Frame], None]:
+        """Every chunk once as (number, sha256, frame), verified, not decoded, as stored."""
+        seen: set[int] = set()
+        if not self.meta.batch_count:
+            return
+        subjects = self._client.subjects
+        consumer = PullConsumer(
+            self._client.nc,
+            subjects.init_stream,
+            filters=[subjects.chunk(self.meta.token, self.meta.snapshot_id, "*")],
+            start_sequence=1,
+            gapless=False,
+            window=32,
+        )
+        try:
+            while len(seen) < self.meta.batch_count:
+                frames = await consumer.take(8, wait=1.0)
+                if not frames and consumer.caught_up:
+                    # In a cluster the consumer may live with a replica that lags: ask the leader.
+                    await self.raw_chunk(_first_missing(seen))
+                for frame in frames:
+                    number, digest = self._verify(frame)
+                    if number not in seen:
+                        seen.add(number)
+                        yield number, digest, frame
+        except GapError as error:
+            # Of the stream of snapshots: the changes are all there.
+            raise self._no_longer_stored(_first_missing(seen)) from error
+        finally:
+            await consumer.close()
+
+    async def raw_chunk(self, number: int) -> Frame:
+        """One chunk by its number, verified, not decoded."""
+        subjects = self._client.subjects
+        subject = subjects.chunk(self.meta.token, self.meta.snapshot_id, number)
+        frame = await get_message(self._client.nc, subjects.init_stream, {"last_by_subj": subject})
+        if frame is None:
+            raise self._no_longer_stored(number)
+        if self._verify(frame)[0] != number:
+            raise CorruptData(f"{self._name()}: chunk {number} is out of its place")
+        return frame
+
+    async def chunk(self, number: int) -> ChunkRows:
+        """The rows of one chunk, verified by its own sha256."""
+        return await self._reader.decode(number, await self.raw_chunk(number))
+
+    def _verify(self, frame: Frame) -> tuple[int, str]:
+        number = frame.subject.rpartition(b".")[2].decode("ascii", "replace")
+        headers = parse_headers(frame.headers) or {}
+        if not number.isdecimal() or int(number) >= self.meta.batch_count:
+            raise CorruptData(f"{self._name()}: there is no chunk {number}")
+        digest = hashlib.sha256(frame.payload).hexdigest()
+        if headers.get(CHUNK_SHA256) != digest:
+            raise CorruptData(f"{self._name()}: chunk {number} does not have its sha256")
+        return int(number), digest
+
+    def _no_longer_stored(self, number: int) -> SnapshotFailed:
+        return SnapshotFailed(
+            f"{self._name()}: chunk {number} is no longer stored; ask for a fresh snapshot"
+        )
+
+    def _name(self) -> str:
+        table = format_table_name(self.meta.schema, self.meta.table)
+        return f"snapshot {self.meta.snapshot_id} of {table}"
+
+
+def _first_missing(seen: set[int]) -> int:
+    return next(number for number in count() if number not in seen)
+
+
+async def newest_meta(client: Client, token: str) -> Frame | None:
+    """What INIT holds as the newest meta of a table, None if there is none."""
+    subjects = client.subjects
+    return await get_message(
+        client.nc, subjects.init_stream, {"last_by_subj": subjects.meta(token)}
+    )
+
+
+def decode_meta(frame: Frame) -> SnapshotMeta:
+    """The meta in a stored message; it must be of the table that the subject names."""
+    try:
+        meta = SnapshotMeta.from_document(
+            decode_payload(parse_headers(frame.headers), frame.payload)
+        )
+    except WireError as error:
+        raise CorruptData(f"damaged snapshot meta: {error}") from error
+    if frame.subject.decode("utf-8", "replace").partition("init.meta.")[2] != meta.token:
+        raise CorruptData(f"damaged snapshot meta: it is one of table {meta.token}")
+    return meta
+
+
+async def is_reusable(client: Client, meta: SnapshotMeta, options: dict[str, Any]) -> bool:
+    """Whether a retained snapshot may stand for one taken now.
+
+    Epoch, stream identity, options and schema version must still match, and CDC must still hold
+    what follows it; and of course its chunks must still be stored.
+    """
+    if meta.options != options or meta.stream != client.subjects.cdc_stream:
+        return False
+    schema = await client.find_schema(meta.token)
+    if schema is None or schema.schema_version != meta.schema_version:
+        return False
+    progress = await client.progress(meta.source)
+    if schema.source != meta.source or progress is None or progress.epoch != meta.epoch:
+        return False
+    bounds = await stream_bounds(client.nc, meta.stream)
+    if bounds.created != meta.stream_created or bounds.first > meta.cdc_seq:
+        return False
+    return await count_chunks(client, meta.token, meta.snapshot_id) == meta.batch_count
+
+
+async def count_chunks(client: Client, token: str, snapshot_id: str) -> int:
+    """How many chunks of a snapshot INIT holds, which a consumer tells without reading any."""
+    stream = client.subjects.init_stream
+    config = {
+        "ack_policy": "none",
+        "deliver_policy": "all",
+        "filter_subject": client.subjects.chunk(token, snapshot_id, "*"),
+        "inactive_threshold": 5_000_000_000,
+        "mem_storage": True,
+        "num_replicas": 1,
+    }
+    try:
+        answer = await client.nc.api(
+            f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config}
+        )
+    except ApiError as error:
+        raise NotAvailable(f"stream {stream}: {error}") from error
+    await client.nc.discard_consumer(stream, str(answer["name"]))
+    return int(answer["num_pending"])

@@ -1,0 +1,1 @@
+"""What a mirror writes into: SQLite, PostgreSQL, memory."""

@@ -1,0 +1,181 @@
+"""Tables in memory: for caches and tests, and the example for a target of your own.
+
+Three things make a target. What is done between `begin` and `commit` shows at once (here: steps
+collect and run under a lock). Positions and copies are saved in the same transaction as the rows.
+And a change finds exactly the row it means, also while keys are being swapped.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.errors import TargetError
+from consumer_sdk.targets.evolution import key_columns
+from consumer_sdk.targets.target import (
+    Lane,
+    MirrorPosition,
+    SnapshotRow,
+    TableCopy,
+    TableName,
+    TargetState,
+)
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from consumer_sdk.wire.column_types import TableSchema
+    from consumer_sdk.wire.envelope import Event
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Table:
+    """Rows by key. A key has several rows only without a key, or in the middle of a swap."""
+
+    key: tuple[str, ...]
+    rows: dict[tuple[Any, ...], list[Row]] = field(default_factory=dict)
+
+    def key_of(self, row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in self.key)
+
+    def add(self, row: Row) -> None:
+        self.rows.setdefault(self.key_of(row), []).append(row)
+
+    def take(self, identity: Row) -> Row | None:
+        """Remove and return one row that matches: of several under one key, the oldest."""
+        found = self.rows.get(self.key_of(identity), [])
+        for index, row in enumerate(found):
+            if all(_equal(row.get(name), value) for name, value in identity.items()):
+                del found[index]
+                if not found:
+                    del self.rows[self.key_of(identity)]
+                return row
+        return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    # PostgreSQL counts NaN as equal to itself.
+    return bool(one == other or (one != one and other != other))
+
+
+class MemoryTarget:
+    """Keeps every table as a dictionary; `rows` never shows part of a transaction."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: list[Callable[[], object]] = []
+        self._positions: dict[str, MirrorPosition] = {}
+        self._copies: dict[tuple[Lane, TableName], TableCopy] = {}
+        self._tables: dict[tuple[Lane, TableName], _Table] = {}
+
+    def rows(self, table: str, schema: str = "public") -> list[Row]:
+        """The rows of a live table, copied; [] if there is no such table yet."""
+        with self._lock:
+            found = self._tables.get((Lane.LIVE, (schema, table)))
+            return [dict(row) for rows in found.rows.values() for row in rows] if found else []
+
+    def tables(self) -> list[TableName]:
+        """The tables that can be read."""
+        with self._lock:
+            return [name for lane, name in self._tables if lane is Lane.LIVE]
+
+    # the Target protocol
+
+    def open(self) -> None:
+        self._steps.clear()
+
+    def close(self) -> None:
+        self._steps.clear()
+
+    def interrupt(self) -> None:
+        """Nothing here waits for long."""
+
+    def read_state(self) -> TargetState:
+        return TargetState(dict(self._positions), list(self._copies.values()))
+
+    def require_room(self, copies: Sequence[TableCopy]) -> None:
+        """There is always room: nobody else writes here."""
+
+    def begin(self) -> None:
+        self._steps.clear()
+
+    def commit(self) -> None:
+        with self._lock:
+            for step in self._steps:
+                step()
+        self._steps.clear()
+
+    def rollback(self) -> None:
+        self._steps.clear()
+
+    def save_position(self, position: MirrorPosition) -> None:
+        self._steps.append(partial(self._positions.__setitem__, position.source, position))
+
+    def save_copy(self, copy: TableCopy) -> None:
+        self._steps.append(partial(self._copies.__setitem__, (copy.lane, copy.name), copy))
+
+    def create(self, copy: TableCopy) -> None:
+        table = _Table(key_columns(copy.schema))
+        self._steps.append(partial(self._tables.__setitem__, (copy.lane, copy.name), table))
+
+    def drop(self, copy: TableCopy) -> None:
+        self._steps.append(partial(self._tables.pop, (copy.lane, copy.name), None))
+        self._steps.append(partial(self._copies.pop, (copy.lane, copy.name), None))
+
+    def load(self, copy: TableCopy, rows: Sequence[SnapshotRow]) -> None:
+        self._steps.append(partial(self._load, (copy.lane, copy.name), list(rows)))
+
+    def apply(self, copy: TableCopy, events: Sequence[Event]) -> None:
+        self._steps.append(partial(self._apply, (copy.lane, copy.name), list(events)))
+
+    def alter(self, copy: TableCopy, schema: TableSchema) -> None:
+        self._steps.append(partial(self._alter, (copy.lane, copy.name), schema))
+
+    def promote(self, copies: Sequence[TableCopy]) -> None:
+        self._steps.append(partial(self._promote, list(copies)))
+
+    # the steps
+
+    def _load(self, which: tuple[Lane, TableName], rows: list[SnapshotRow]) -> None:
+        for row in rows:
+            self._tables[which].add(dict(row.data))
+
+    def _apply(self, which: tuple[Lane, TableName], events: list[Event]) -> None:
+        table = self._tables[which]
+        for event in events:
+            if event.operation == "TRUNCATE":
+                table.rows.clear()
+            elif event.operation == "INSERT":
+                table.add(dict(event.data))
+            else:
+                self._change(which[1], table, event)
+
+    def _change(self, name: TableName, table: _Table, event: Event) -> None:
+        identity: Row = event.data
+        if event.operation == "UPDATE":
+            identity = event.old or {column: event.data[column] for column in table.key}
+        row = table.take(identity)
+        if row is None:
+            raise TargetError(
+                f"table {format_table_name(*name)} lacks a row that the source has "
+                f"{event.operation.lower()}d; build the mirror anew"
+            )
+        if event.operation == "UPDATE":
+            table.add(row | event.data)
+
+    def _alter(self, which: tuple[Lane, TableName], schema: TableSchema) -> None:
+        table = self._tables[which]
+        names = [column.name for column in schema.columns]
+        for rows in table.rows.values():
+            rows[:] = [{name: row.get(name) for name in names} for row in rows]
+
+    def _promote(self, copies: list[TableCopy]) -> None:
+        for copy in copies:
+            self._tables[Lane.LIVE, copy.name] = self._tables.pop((Lane.NEXT, copy.name))
+            self._copies.pop((Lane.NEXT, copy.name), None)
+            self._copies[Lane.LIVE, copy.name] = replace(copy, lane=Lane.LIVE)

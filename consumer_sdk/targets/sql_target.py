@@ -1,0 +1,215 @@
+"""What the targets that speak SQL have in common: remembered state, copies and row writers."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.errors import TargetError
+from consumer_sdk.targets.sql_rows import DuplicateKey, RowWriter
+from consumer_sdk.targets.target import Lane, MirrorPosition, TableCopy, TableName, TargetState
+from consumer_sdk.wire.column_types import TableSchema
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from consumer_sdk.targets.sql_rows import Engine
+    from consumer_sdk.targets.target import SnapshotRow
+    from consumer_sdk.wire.envelope import Event
+
+_POSITION_COLUMNS = "source, epoch, commit_lsn, seq, stream_seq, stream_created"
+_COPY_COLUMNS = (
+    "table_schema, table_name, lane, epoch, snapshot_id, snapshot_lsn, loaded, applied_lsn, "
+    "stream_seq, stream_created, relation_id, document"
+)
+
+
+class SqlTarget(ABC):
+    """Keeps positions and copies in two tables, and rows in one table for each copy."""
+
+    positions_table: str
+    copies_table: str
+    unsigned_type: str
+    """A column type that holds any LSN."""
+
+    def __init__(self) -> None:
+        self._writers: dict[tuple[Lane, TableName], RowWriter] = {}
+        self._has_state = False
+        """Whether the target is a mirror already; until the first commit it may be anything."""
+
+    @property
+    @abstractmethod
+    def _engine(self) -> Engine: ...
+
+    @abstractmethod
+    def _physical(self, copy: TableCopy) -> str:
+        """The quoted name of a copy's table."""
+
+    @abstractmethod
+    def _find_state(self) -> bool:
+        """Whether there are tables of a mirror."""
+
+    @abstractmethod
+    def _refuse_foreign(self, copy: TableCopy) -> None:
+        """TargetError if a copy's place is taken by a table that no mirror has made."""
+
+    @abstractmethod
+    def _create_table(self, copy: TableCopy) -> None:
+        """Make a copy's table."""
+
+    @abstractmethod
+    def _show(self, copy: TableCopy) -> None:
+        """Put the next copy's table in the place of the live one."""
+
+    def _create_state(self) -> None:
+        number = self.unsigned_type
+        self._engine.execute(
+            f"CREATE TABLE IF NOT EXISTS {self.positions_table} (source text PRIMARY KEY, "
+            f"epoch {number}, commit_lsn {number}, seq {number}, stream_seq {number}, "
+            f"stream_created {number})"
+        )
+        self._engine.execute(
+            f"CREATE TABLE IF NOT EXISTS {self.copies_table} (table_schema text, table_name text, "
+            f"lane text, epoch {number}, snapshot_id text, snapshot_lsn {number}, loaded integer, "
+            f"applied_lsn {number}, stream_seq {number}, stream_created {number}, "
+            f"relation_id {number}, document text, PRIMARY KEY (table_schema, table_name, lane))"
+        )
+
+    def read_state(self) -> TargetState:
+        """Positions and copies as saved."""
+        state = TargetState()
+        if not self._find_state():
+            return state
+        query = self._engine.query
+        for source, *numbers in query(f"SELECT {_POSITION_COLUMNS} FROM {self.positions_table}"):
+            state.positions[source] = MirrorPosition(source, *map(int, numbers))
+        for row in query(f"SELECT {_COPY_COLUMNS} FROM {self.copies_table}"):
+            state.copies.append(_read_copy(row))
+        return state
+
+    def require_room(self, copies: Sequence[TableCopy]) -> None:
+        """Refuse, before anything is changed, if a table of somebody else stands in the way."""
+        for copy in copies:
+            self._refuse_foreign(copy)
+
+    def save_position(self, position: MirrorPosition) -> None:
+        """Remember the position of its source in place of an earlier one."""
+        self._put(
+            self.positions_table,
+            _POSITION_COLUMNS,
+            "source",
+            (
+                position.source,
+                position.epoch,
+                position.commit_lsn,
+                position.seq,
+                position.stream_seq,
+                position.stream_created,
+            ),
+        )
+
+    def save_copy(self, copy: TableCopy) -> None:
+        """Remember a copy in place of an earlier one of the same table and lane."""
+        self._put(
+            self.copies_table,
+            _COPY_COLUMNS,
+            "table_schema, table_name, lane",
+            (
+                *copy.name,
+                copy.lane.value,
+                copy.epoch,
+                copy.snapshot_id,
+                copy.snapshot_lsn,
+                int(copy.loaded),
+                copy.applied_lsn,
+                copy.stream_seq,
+                copy.stream_created,
+                copy.relation_id,
+                json.dumps(copy.schema.to_document()),
+            ),
+        )
+
+    def _put(self, table: str, columns: str, key: str, values: Sequence[Any]) -> None:
+        marks = ", ".join([self._engine.placeholder] * len(values))
+        news = ", ".join(f"{name} = excluded.{name}" for name in columns.split(", "))
+        self._engine.execute(
+            f"INSERT INTO {table} ({columns}) VALUES ({marks}) "
+            f"ON CONFLICT ({key}) DO UPDATE SET {news}",
+            values,
+        )
+
+    def _forget(self, name: TableName, lane: Lane) -> None:
+        mark = self._engine.placeholder
+        self._engine.execute(
+            f"DELETE FROM {self.copies_table} WHERE table_schema = {mark} "
+            f"AND table_name = {mark} AND lane = {mark}",
+            (*name, lane.value),
+        )
+        self._writers.pop((lane, name), None)
+
+    def create(self, copy: TableCopy) -> None:
+        """Make an empty next copy in place of an earlier one, without remembering it."""
+        self._engine.execute(f"DROP TABLE IF EXISTS {self._physical(copy)}")
+        self._writers.pop((copy.lane, copy.name), None)
+        self._create_table(copy)
+
+    def drop(self, copy: TableCopy) -> None:
+        """Remove a copy and forget it."""
+        self._engine.execute(f"DROP TABLE IF EXISTS {self._physical(copy)}")
+        self._forget(copy.name, copy.lane)
+
+    def load(self, copy: TableCopy, rows: Sequence[SnapshotRow]) -> None:
+        """Add rows of the snapshot to a next copy."""
+        try:
+            self._writer(copy).load(rows)
+        except DuplicateKey as error:
+            raise TargetError(
+                f"the snapshot of {format_table_name(*copy.name)} holds a key twice"
+            ) from error
+
+    def apply(self, copy: TableCopy, events: Sequence[Event]) -> None:
+        """Make row changes and truncates of one table, in order."""
+        self._writer(copy).apply(events)
+
+    def promote(self, copies: Sequence[TableCopy]) -> None:
+        """Let next copies take the place of the live ones."""
+        for copy in copies:
+            self._writer(copy).finish()
+            self._show(copy)
+            self._forget(copy.name, Lane.NEXT)
+            self._writers.pop((Lane.LIVE, copy.name), None)
+            self.save_copy(replace(copy, lane=Lane.LIVE))
+
+    def _finish_writers(self) -> None:
+        for writer in self._writers.values():
+            writer.finish()
+
+    def _forget_writers(self) -> None:
+        self._writers.clear()
+
+    def _writer(self, copy: TableCopy) -> RowWriter:
+        writer = self._writers.get((copy.lane, copy.name))
+        if writer is None or writer.schema_version != copy.schema.schema_version:
+            writer = RowWriter(self._engine, self._physical(copy), copy.schema)
+            self._writers[copy.lane, copy.name] = writer
+        return writer
+
+
+def _read_copy(row: tuple[Any, ...]) -> TableCopy:
+    lane, epoch, snapshot_id, snapshot_lsn, loaded = row[2:7]
+    applied_lsn, stream_seq, stream_created, relation_id, document = row[7:]
+    return TableCopy(
+        schema=TableSchema.from_document(json.loads(document)),
+        lane=Lane(lane),
+        epoch=int(epoch),
+        snapshot_id=snapshot_id,
+        snapshot_lsn=int(snapshot_lsn),
+        loaded=bool(loaded),
+        applied_lsn=int(applied_lsn),
+        stream_seq=int(stream_seq),
+        stream_created=int(stream_created),
+        relation_id=int(relation_id),
+    )

@@ -1,0 +1,466 @@
+"""Mirror into a SQLite file, in WAL mode: readers see whole transactions and never wait.
+
+Tables of schema public have their own name, others are called `schema.table`. Next to the tables
+stand `_tailrace_positions` and `_tailrace_copies`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from consumer_sdk.errors import TargetError
+from consumer_sdk.targets.evolution import key_columns
+from consumer_sdk.targets.sql_rows import DuplicateKey
+from consumer_sdk.targets.sql_target import SqlTarget
+from consumer_sdk.targets.target import CannotAlter, Lane, TableCopy
+from consumer_sdk.wire.column_types import to_bytes
+from consumer_sdk.wire.envelope import to_json_value
+from consumer_sdk.wire.jsonb import jsonb_text
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from consumer_sdk.targets.canonical import Spelling
+    from consumer_sdk.targets.target import TableName, TargetState
+    from consumer_sdk.wire.column_types import Column, TableSchema
+
+_TYPES = {"bool": "INTEGER", "int": "INTEGER", "float": "REAL", "bytea": "BLOB"}
+
+
+def column_type(column: Column) -> str:
+    """The declared type; it decides how SQLite stores values."""
+    return _TYPES.get(column.family, "TEXT")
+
+
+def encoder(column: Column) -> Callable[[Any, bool], Any] | None:
+    """What turns a value into its stored form, None where they are the same."""
+    family = column.family
+    if family == "float":
+        return _float
+    if family == "bytea":
+        return _bytes
+    if family in ("json", "jsonb"):
+        return _json
+    if family == "array":
+        return _array
+    return None
+
+
+def _float(value: Any, raw: bool) -> Any:  # noqa: ARG001
+    number = float(value)
+    return number if number == number else "NaN"
+
+
+def _bytes(value: Any, raw: bool) -> bytes:  # noqa: ARG001
+    return to_bytes(value)
+
+
+def _json(value: Any, raw: bool) -> str:
+    return value if raw and isinstance(value, str) else jsonb_text(value)
+
+
+def _array(value: Any, raw: bool) -> str:  # noqa: ARG001
+    # An array with odd bounds has no list form and is PostgreSQL's text.
+    return value if isinstance(value, str) else _list_text(value)
+
+
+def _list_text(value: list[Any]) -> str:
+    return json.dumps(_with_hex(value), ensure_ascii=False, separators=(", ", ": "))
+
+
+def _with_hex(value: Any) -> Any:
+    """bytea inside of arrays as PostgreSQL prints it."""
+    if isinstance(value, bytes):
+        return "\\x" + value.hex()
+    return [_with_hex(item) for item in value] if isinstance(value, list) else to_json_value(value)
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _lock(descriptor: int) -> None:
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+else:
+    import fcntl
+
+    def _lock(descriptor: int) -> None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+class FileLock:
+    """An exclusive lock held from `acquire` to `release`; the file itself may stay."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock is ours."""
+        return self._descriptor is not None
+
+    def acquire(self) -> bool:
+        """Take the lock; False if another process, or another lock of this one, has it."""
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                _lock(descriptor)
+            except OSError:
+                os.close(descriptor)
+                return False
+            if self._is_file(descriptor):
+                self._descriptor = descriptor
+                return True
+            # Its last holder has removed it in between: a lock on it keeps nobody out.
+            os.close(descriptor)
+
+    def release(self, *, remove: bool = False) -> None:
+        """Let go of the lock, and of its file if that is to leave no trace; idempotent."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        if sys.platform == "win32":  # where an open file cannot be removed
+            os.close(descriptor)
+        if remove:
+            with suppress(OSError):
+                self._path.unlink()
+        if sys.platform != "win32":
+            os.close(descriptor)
+
+    def _is_file(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+
+BUSY_SECONDS = 30.0
+# By the primary result code, https://www.sqlite.org/rescode.html
+_REMEDIES = {
+    sqlite3.SQLITE_NOTADB: "; choose another file",
+    sqlite3.SQLITE_CORRUPT: "; delete the file, or restore it, and mirror anew",
+    sqlite3.SQLITE_CANTOPEN: "; check the rights on the file and on its directory",
+    sqlite3.SQLITE_READONLY: "; check the rights on the file and on its directory",
+    sqlite3.SQLITE_FULL: "; make room, then start again",
+    sqlite3.SQLITE_BUSY: "; end the program that keeps it locked, then start again",
+}
+_ROW_IDS = ("rowid", "_rowid_", "oid")
+_LARGE = frozenset({"bytea", "json", "jsonb", "array", "other"})
+_INDEXED_COLUMNS = 3
+
+
+class SqliteEngine:
+    """One connection; every error of SQLite becomes a TargetError."""
+
+    placeholder = "?"
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self._path = path
+        self._connection = connection
+
+    def execute(self, statement: str, values: Sequence[Any] = ()) -> int:
+        with self._translated():
+            return self._connection.execute(statement, values).rowcount
+
+    def execute_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> int:
+        with self._translated():
+            return self._connection.executemany(statement, rows).rowcount
+
+    def insert_many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
+        with self._translated():
+            if len(rows) == 1:
+                self._connection.execute(statement, rows[0])
+                return
+            self._connection.execute("SAVEPOINT rows")
+            try:
+                self._connection.executemany(statement, rows)
+            except sqlite3.IntegrityError:
+                self._connection.execute("ROLLBACK TO rows")
+                raise
+            finally:
+                self._connection.execute("RELEASE rows")
+
+    def query(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._translated():
+            return self._connection.execute(statement, values).fetchall()
+
+    def quote(self, name: str) -> str:
+        return quote(name)
+
+    def encoder(self, column: Column) -> Callable[[Any, bool], Any] | None:
+        return encoder(column)
+
+    def equals(self, column: Column) -> str:
+        return f"{quote(column.name)} = ?"
+
+    def printed(self, name: str) -> str:
+        return quote(name)
+
+    def canonical(self, spelling: Spelling, printed: Any) -> str | None:
+        return spelling.from_sqlite(printed)
+
+    def row_id(self, names: Iterable[str]) -> str:
+        taken = {name.lower() for name in names}
+        for name in _ROW_IDS:
+            if name not in taken:
+                return name
+        raise TargetError("a table has columns rowid, _rowid_ and oid; SQLite needs one of them")
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError as error:
+            raise DuplicateKey(str(error)) from error
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            remedy = _REMEDIES.get(code, "")
+            raise TargetError(f"SQLite file {self._path}: {error}{remedy}") from error
+        except (OverflowError, ValueError) as error:
+            raise TargetError(f"SQLite file {self._path}: {error}") from error
+
+
+def quote(name: str) -> str:
+    """A name as part of a statement."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def table_name(schema: str, table: str) -> str:
+    """What a table is called in the file."""
+    if schema == "public" and "." not in table:
+        return table
+    return f"{schema}.{table}"
+
+
+class SqliteTarget(SqlTarget):
+    """A SQLite file that is kept equal to the source."""
+
+    positions_table = "_tailrace_positions"
+    copies_table = "_tailrace_copies"
+    unsigned_type = "INTEGER"
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self._lock = FileLock(self.path.with_name(self.path.name + ".mirror-lock"))
+        self._is_new = False
+        self._connection: sqlite3.Connection | None = None
+        self._opened: SqliteEngine | None = None
+
+    @property
+    def _engine(self) -> SqliteEngine:
+        assert self._opened is not None, "the target is not open"
+        return self._opened
+
+    @classmethod
+    def reading(cls, path: Path, connection: sqlite3.Connection) -> TargetState:
+        """The state as a reader's connection sees it."""
+        target = cls(path)
+        target._opened = SqliteEngine(path, connection)
+        return target.read_state()
+
+    def rows(self, table: str, schema: str = "public") -> list[dict[str, Any]]:
+        """The rows of a live table, as another connection sees them."""
+        with sqlite3.connect(self.path) as reader:
+            cursor = reader.execute(f"SELECT * FROM {quote(table_name(schema, table))}")
+            names = [column[0] for column in cursor.description]
+            found = [dict(zip(names, row, strict=True)) for row in cursor]
+        reader.close()
+        return found
+
+    def open(self) -> None:
+        if self.path.is_dir():
+            raise TargetError(f"SQLite file {self.path} is a directory; name a file in it")
+        try:
+            locked = self._lock.acquire()
+        except OSError as error:
+            raise TargetError(
+                f"SQLite file {self.path} cannot be written: {error.strerror}"
+            ) from error
+        if not locked:
+            raise TargetError(f"SQLite file {self.path}: another mirror is writing to it")
+        self._is_new = not self.path.exists()
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        try:
+            connection = sqlite3.connect(
+                self.path,
+                timeout=BUSY_SECONDS,
+                isolation_level=None,
+                cached_statements=1024,
+                check_same_thread=False,
+            )
+        except sqlite3.Error as error:
+            raise TargetError(f"SQLite file {self.path}: {error}") from error
+        self._connection = connection
+        self._opened = SqliteEngine(self.path, connection)
+        self._has_state = self._find_state()
+        if self._has_state:
+            self._settle_in()
+
+    def _settle_in(self) -> None:
+        """Put the file into the mode of a mirror, which it keeps."""
+        mode = self._engine.query("PRAGMA journal_mode = WAL")[0][0]
+        if mode != "wal":
+            raise TargetError(f"SQLite file {self.path} does not go into WAL mode; move it to disk")
+        # Position and rows are in one file: a commit lost with the power is only repeated.
+        for setting in (
+            "synchronous = NORMAL",
+            "cache_size = -65536",
+            "temp_store = MEMORY",
+            "legacy_alter_table = ON",
+            "foreign_keys = OFF",
+        ):
+            self._engine.execute(f"PRAGMA {setting}")
+
+    def close(self) -> None:
+        connection, self._connection, self._opened = self._connection, None, None
+        if connection is not None:
+            with suppress(sqlite3.Error):
+                if connection.in_transaction:
+                    connection.rollback()
+            connection.close()
+        self._forget_writers()
+        if self._lock.held and self._is_new and not self._has_state:
+            for ending in ("", "-wal", "-shm", "-journal"):
+                self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
+        self._lock.release(remove=not self._has_state)
+
+    def interrupt(self) -> None:
+        connection = self._connection
+        if connection is not None:
+            with suppress(sqlite3.Error):
+                connection.interrupt()
+
+    def begin(self) -> None:
+        if self._has_state:
+            self._engine.execute("BEGIN IMMEDIATE")
+        else:
+            self._settle_in()
+            self._engine.execute("BEGIN IMMEDIATE")
+            self._create_state()
+
+    def commit(self) -> None:
+        self._finish_writers()
+        self._engine.execute("COMMIT")
+        self._has_state = True
+
+    def rollback(self) -> None:
+        self._forget_writers()
+        assert self._connection is not None
+        # SQLite itself has rolled back after a full disk.
+        if self._connection.in_transaction:
+            self._engine.execute("ROLLBACK")
+
+    def alter(self, copy: TableCopy, schema: TableSchema) -> None:
+        self._writers.pop((copy.lane, copy.name), None)
+        before = {column.name for column in copy.schema.columns}
+        after = {column.name: column for column in schema.columns}
+        try:
+            for name in sorted(before - after.keys()):
+                self._engine.execute(
+                    f"ALTER TABLE {self._physical(copy)} DROP COLUMN {quote(name)}"
+                )
+            for name, column in after.items():
+                if name not in before:
+                    self._engine.execute(
+                        f"ALTER TABLE {self._physical(copy)} ADD COLUMN {_definition(column)}"
+                    )
+        except TargetError as error:
+            raise CannotAlter(str(error)) from error
+
+    def _physical(self, copy: TableCopy) -> str:
+        name = table_name(*copy.name)
+        return quote(name if copy.lane is Lane.LIVE else f"_tailrace_next:{name}")
+
+    def _create_table(self, copy: TableCopy) -> None:
+        self._refuse_foreign(copy)
+        if not copy.schema.columns:
+            raise TargetError(
+                f"table {format_table_name(*copy.name)} has no columns any more, and SQLite has no "
+                "such tables; add a column"
+            )
+        key = key_columns(copy.schema)
+        columns = [_definition(column) for column in copy.schema.columns]
+        if key:
+            columns.append(f"PRIMARY KEY ({', '.join(map(quote, key))})")
+        self._engine.execute(f"CREATE TABLE {self._physical(copy)} ({', '.join(columns)})")
+        if not key:
+            self._index_columns(copy)
+
+    def _index_columns(self, copy: TableCopy) -> None:
+        """Without a key, rows are found by their values: help with some of them."""
+        small = [c.name for c in copy.schema.columns if c.family not in _LARGE]
+        if small and copy.schema.replica_identity == "full":
+            listed = ", ".join(map(quote, small[:_INDEXED_COLUMNS]))
+            # Another name than that of the live copy's, which may be of the same snapshot.
+            index = quote(f"_tailrace_rows:{secrets.token_hex(8)}:{table_name(*copy.name)}")
+            self._engine.execute(f"CREATE INDEX {index} ON {self._physical(copy)} ({listed})")
+
+    def _find_state(self) -> bool:
+        return bool(
+            self._engine.query(
+                "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?",
+                (self.copies_table,),
+            )
+        )
+
+    def require_room(self, copies: Sequence[TableCopy]) -> None:
+        """Refuse also tables that would have one name in the file, where case does not count."""
+        super().require_room(copies)
+        names: dict[bytes, TableName] = {}
+        for table in [*(copy.name for copy in self.read_state().copies), *(c.name for c in copies)]:
+            name = table_name(*table)
+            # As SQLite does, which knows the case of ASCII alone.
+            other = names.setdefault(name.encode().lower(), table)
+            if other != table:
+                raise TargetError(
+                    f"SQLite file {self.path} has no room for both {format_table_name(*other)} and "
+                    f"{format_table_name(*table)}, which would be called {name!r} there, whatever "
+                    "the case; mirror one of them into another file"
+                )
+
+    def _refuse_foreign(self, copy: TableCopy) -> None:
+        name = table_name(*copy.name)
+        found = self._engine.query(
+            "SELECT name FROM sqlite_master "
+            "WHERE lower(name) = lower(?) AND type IN ('table', 'view')",
+            (name,),
+        )
+        ours = {table_name(*name) for name in self.read_state().lane(Lane.LIVE)} if found else ()
+        if found and (found[0][0] not in ours or found[0][0] != name):
+            raise TargetError(
+                f"SQLite file {self.path} already has {found[0][0]!r}, which this mirror did not "
+                f"make for {format_table_name(*copy.name)}; drop it or choose another file"
+            )
+
+    def _show(self, copy: TableCopy) -> None:
+        live = table_name(*copy.name)
+        indexes = self._engine.query(
+            "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND tbl_name = ? "
+            "AND sql IS NOT NULL AND substr(name, 1, 10) <> '_tailrace_'",
+            (live,),
+        )
+        self._engine.execute(f"DROP TABLE IF EXISTS {quote(live)}")
+        self._engine.execute(f"ALTER TABLE {self._physical(copy)} RENAME TO {quote(live)}")
+        for _, statement in indexes:
+            # Indexes of the reader's own; one on a column that is gone goes with it.
+            with suppress(TargetError, DuplicateKey):
+                self._engine.execute(statement)
+
+
+def _definition(column: Column) -> str:
+    return f"{quote(column.name)} {column_type(column)}"

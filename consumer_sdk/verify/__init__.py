@@ -1,0 +1,1 @@
+"""Source and replica compared row by row at one position."""

@@ -1,0 +1,176 @@
+"""Changes between two positions, folded into the rows they touch, on disk."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import TYPE_CHECKING, Any, Self
+
+from consumer_sdk.errors import CorruptData
+from consumer_sdk.wire.lsn import format_lsn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from consumer_sdk.verify.table_side import Row, TableLayout
+    from consumer_sdk.wire.envelope import Event
+
+
+class Fold:
+    """The changes of one table: first spooled, then applied to the rows that they touch.
+
+    Without a key, rows are counted instead: every change takes one row away or adds one.
+    """
+
+    def __init__(self, layout: TableLayout, directory: Path) -> None:
+        self._layout = layout
+        self.truncated = False
+        self.lost: set[str] = set()
+        self._db = sqlite3.connect(
+            directory / f"fold-{layout.schema.schema}-{id(self)}.db",
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        for statement in (
+            "PRAGMA journal_mode = OFF",
+            "PRAGMA synchronous = OFF",
+            "CREATE TABLE changes (n INTEGER PRIMARY KEY, change TEXT)",
+            "CREATE TABLE touched (key TEXT PRIMARY KEY) WITHOUT ROWID",
+            "CREATE TABLE rows (n INTEGER PRIMARY KEY, key TEXT, content TEXT)",
+            "CREATE INDEX rows_by_key ON rows (key)",
+            "CREATE TABLE counts (content TEXT PRIMARY KEY, n INTEGER) WITHOUT ROWID",
+            "BEGIN",
+        ):
+            self._db.execute(statement)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._db.close()
+
+    def spool(self, event: Event) -> None:
+        """Keep a change for later."""
+        if event.operation == "TRUNCATE":
+            self.truncated = True
+            for table in ("changes", "touched"):
+                self._db.execute(f"DELETE FROM {table}")
+            return
+        try:
+            self._spool(event)
+        except KeyError as error:
+            raise CorruptData(
+                f"a change at {format_lsn(event.commit_lsn)} lacks column {error}"
+            ) from error
+
+    def _spool(self, event: Event) -> None:
+        new = None if event.operation == "DELETE" else self._spell(event.data, event.raw)
+        old = event.data if event.operation == "DELETE" else event.old
+        before = None if old is None else self._spell(old, event.raw)
+        if before is None and event.operation == "UPDATE":
+            before = {name: new[name] for name in self._layout.key} if new is not None else None
+        if not self._layout.key:
+            self._require_whole(before)
+            self._require_whole(None if new is None else {**(before or {}), **new})
+        # An unchanged key may be missing from the new row.
+        keys = [
+            (self._key({**(before or {}), **row}),)
+            for row in (before, new)
+            if row is not None and self._layout.key
+        ]
+        self._db.execute("INSERT INTO changes (change) VALUES (?)", (json.dumps([before, new]),))
+        self._db.executemany("INSERT OR IGNORE INTO touched VALUES (?)", keys)
+
+    def _require_whole(self, row: dict[str, str | None] | None) -> None:
+        """KeyError for a row without one of the columns by which rows without a key are counted."""
+        for name in self._layout.names if row is not None else ():
+            if name not in (row or {}):
+                raise KeyError(name)
+
+    def touched(self, keys: Sequence[str]) -> set[str]:
+        """Those of the keys that some change has touched."""
+        find = "SELECT 1 FROM touched WHERE key = ?"
+        return {key for key in keys if self._db.execute(find, (key,)).fetchone()}
+
+    def all_touched(self, size: int) -> Iterator[list[str]]:
+        """Every touched key, some at a time."""
+        cursor = self._db.execute("SELECT key FROM touched")
+        while keys := cursor.fetchmany(size):
+            yield [key for (key,) in keys]
+
+    def add(self, row: Row) -> None:
+        """A row as it was before the changes, touched by some of them."""
+        self._db.execute(
+            "INSERT INTO rows (key, content) VALUES (?, ?)",
+            (self._layout.key_of(row), json.dumps(row)),
+        )
+
+    def apply(self) -> None:
+        """Make the changes to the rows that were added; keys of rows not found are in `lost`."""
+        for (change,) in self._db.execute("SELECT change FROM changes ORDER BY n"):
+            before, new = json.loads(change)
+            row: dict[str, Any] | None = dict.fromkeys(self._layout.names)
+            if before is not None:
+                row = self._take(before)
+            if row is None:
+                self.lost.add(self._key(before))
+            elif new is not None:
+                self.add(tuple({**row, **new}[name] for name in self._layout.names))
+
+    def _take(self, before: dict[str, Any]) -> dict[str, Any] | None:
+        found = self._db.execute(
+            "SELECT n, content FROM rows WHERE key = ? ORDER BY n", (self._key(before),)
+        ).fetchall()
+        for number, content in found:
+            row = dict(zip(self._layout.names, json.loads(content), strict=True))
+            if all(row[name] == value for name, value in before.items()):
+                self._db.execute("DELETE FROM rows WHERE n = ?", (number,))
+                return row
+        return None
+
+    def expected(self, keys: Sequence[str]) -> dict[str, Row]:
+        """The rows with these keys after the changes."""
+        rows: dict[str, Row] = {}
+        for key in keys:
+            found = self._db.execute("SELECT content FROM rows WHERE key = ?", (key,)).fetchone()
+            if found is not None:
+                rows[key] = tuple(json.loads(found[0]))
+        return rows
+
+    # without a key
+
+    def count(self, rows: Iterable[Row], by: int) -> None:
+        """Count rows up or down."""
+        self._db.executemany(
+            "INSERT INTO counts VALUES (?, ?) "
+            "ON CONFLICT (content) DO UPDATE SET n = n + excluded.n",
+            [(json.dumps(row), by) for row in rows],
+        )
+
+    def count_changes(self, by: int) -> None:
+        """Count the changes: what they take away against `by`, what they add with it."""
+        names = self._layout.names
+        for (change,) in self._db.execute("SELECT change FROM changes ORDER BY n"):
+            before, new = json.loads(change)
+            if before is not None:
+                self.count([tuple(before[name] for name in names)], -by)
+            if new is not None:
+                self.count([tuple({**(before or {}), **new}[name] for name in names)], by)
+
+    def uneven(self) -> Iterator[tuple[str, int]]:
+        """Rows that one side has more often, and by how much."""
+        yield from self._db.execute("SELECT content, n FROM counts WHERE n <> 0")
+
+    # spelling
+
+    def _spell(self, data: dict[str, Any], raw: Sequence[str]) -> dict[str, str | None]:
+        layout = self._layout
+        return {
+            name: spelling.from_wire(data[name], name in raw)
+            for name, spelling in zip(layout.names, layout.spellings, strict=True)
+            if name in data
+        }
+
+    def _key(self, row: dict[str, Any]) -> str:
+        return json.dumps([row[name] for name in self._layout.key])

@@ -1,0 +1,292 @@
+"""The two sides of a comparison: a table of the source or of a replica, in one fixed state."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from consumer_sdk.errors import NotAvailable, TargetError, UsageError
+from consumer_sdk.targets.canonical import Spelling, to_sqlite
+from consumer_sdk.targets.evolution import key_columns
+from consumer_sdk.targets.sqlite import SqliteTarget, quote, table_name
+from consumer_sdk.targets.target_url import display_url, split_url
+from consumer_sdk.wire.subjects import format_table_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import psycopg
+
+    from consumer_sdk.targets.target import TargetState
+    from consumer_sdk.wire.column_types import TableSchema
+
+SLICE_ROWS = 2000
+
+Row = tuple[str | None, ...]
+
+
+class TableLayout:
+    """The columns of a comparison and their spellings; UsageError for a key nobody can look up."""
+
+    def __init__(self, schema: TableSchema) -> None:
+        self.schema = schema
+        self.columns = schema.columns
+        self.names = [column.name for column in schema.columns]
+        self.key = key_columns(schema)
+        self.key_places = [self.names.index(name) for name in self.key]
+        self.spellings = [Spelling(column) for column in schema.columns]
+        self.families = {column.name: column.family for column in schema.columns}
+        for name in self.key:
+            if self.families[name] in ("array", "jsonb"):
+                table = format_table_name(schema.schema, schema.table)
+                raise UsageError(
+                    f"{table} cannot be verified: rows are not found by {name}, which is of type "
+                    f"{self.columns[self.names.index(name)].data_type}"
+                )
+
+    def key_of(self, row: Row) -> str:
+        """The key of a row as one text; the whole row where there is no key."""
+        return json.dumps([row[place] for place in self.key_places] if self.key else row)
+
+
+class Side(Protocol):
+    """A table in one fixed state."""
+
+    def slices(self) -> Iterator[list[Row]]:
+        """All rows, canonically spelt, some at a time."""
+        ...
+
+    def find(self, keys: Sequence[str]) -> dict[str, Row]:
+        """The rows with these keys, by key."""
+        ...
+
+    def count(self) -> int:
+        """How many rows there are."""
+        ...
+
+
+class PostgresSide:
+    """A table read in a transaction that sees one snapshot."""
+
+    def __init__(
+        self,
+        connection: psycopg.Connection[Any],
+        layout: TableLayout,
+        *,
+        only: bool = False,
+        condition: str | None = None,
+    ) -> None:
+        self._connection = connection
+        self._layout = layout
+        schema = layout.schema
+        from consumer_sdk.targets.postgres import printed
+
+        columns = ", ".join(printed(f"t.{quote(name)}") for name in layout.names)
+        table = f"{'ONLY ' if only else ''}{quote(schema.schema)}.{quote(schema.table)}"
+        self._select = f"SELECT {columns} FROM {table} AS t"
+        self._count = f"SELECT count(*) FROM {table} AS t"
+        self._where = f" WHERE ({condition})" if condition else ""
+        self._key_types = self._types() if layout.key else []
+
+    def _types(self) -> list[str]:
+        schema = self._layout.schema
+        rows = self._connection.execute(
+            # Without a length, which a bare `character` or `bit` would have: 1.
+            "SELECT a.attname, format_type(a.atttypid, -1) FROM pg_catalog.pg_attribute a "
+            "WHERE a.attrelid = to_regclass(%s) AND a.attnum > 0",
+            (f"{quote(schema.schema)}.{quote(schema.table)}",),
+        ).fetchall()
+        types = dict(rows)
+        return [types[name] for name in self._layout.key]
+
+    def slices(self) -> Iterator[list[Row]]:
+        spellings = self._layout.spellings
+        with self._connection.cursor(name="tailrace_verify") as cursor:
+            cursor.itersize = SLICE_ROWS
+            cursor.execute((self._select + self._where).encode())
+            while rows := cursor.fetchmany(SLICE_ROWS):
+                yield [_spelled(row, spellings) for row in rows]
+
+    def count(self) -> int:
+        row = self._connection.execute((self._count + self._where).encode()).fetchone()
+        return int(row[0]) if row else 0
+
+    def find(self, keys: Sequence[str]) -> dict[str, Row]:
+        layout = self._layout
+        values = list(zip(*map(json.loads, keys), strict=True))
+        arrays = ", ".join(f"%s::{kind}[]" for kind in self._key_types)
+        names = ", ".join(f"k{place}" for place in range(len(values)))
+        match = " AND ".join(
+            f"t.{quote(name).replace('%', '%%')} = w.k{place}"
+            for place, name in enumerate(layout.key)
+        )
+        condition = f" AND {self._where.removeprefix(' WHERE ')}" if self._where else ""
+        statement = (
+            f"{self._select.replace('%', '%%')} JOIN unnest({arrays}) AS w({names}) ON {match}"
+            f"{condition.replace('%', '%%')}"
+        )
+        rows = self._connection.execute(
+            statement.encode(), [list(column) for column in values]
+        ).fetchall()
+        found = (_spelled(row, layout.spellings) for row in rows)
+        return {layout.key_of(row): row for row in found}
+
+
+def _spelled(row: Sequence[str | None], spellings: Sequence[Spelling]) -> Row:
+    return tuple(spelling.from_text(text) for spelling, text in zip(spellings, row, strict=True))
+
+
+class SqliteSide:
+    """A table of a SQLite file, read within one transaction."""
+
+    def __init__(self, connection: sqlite3.Connection, layout: TableLayout) -> None:
+        self._connection = connection
+        self._layout = layout
+        schema = layout.schema
+        columns = ", ".join(map(quote, layout.names))
+        table = quote(table_name(schema.schema, schema.table))
+        self._select = f"SELECT {columns} FROM {table}"
+        self._count = f"SELECT count(*) FROM {table}"
+
+    def count(self) -> int:
+        return int(self._connection.execute(self._count).fetchone()[0])
+
+    def slices(self) -> Iterator[list[Row]]:
+        cursor = self._connection.execute(self._select)
+        while rows := cursor.fetchmany(SLICE_ROWS):
+            yield [self._spelled(row) for row in rows]
+
+    def find(self, keys: Sequence[str]) -> dict[str, Row]:
+        layout = self._layout
+        match = " AND ".join(f"{quote(name)} = ?" for name in layout.key)
+        found: dict[str, Row] = {}
+        for key in keys:
+            values = [
+                to_sqlite(layout.families[name], text)
+                for name, text in zip(layout.key, json.loads(key), strict=True)
+            ]
+            for row in self._connection.execute(f"{self._select} WHERE {match}", values):
+                found[key] = self._spelled(row)
+        return found
+
+    def _spelled(self, row: Sequence[Any]) -> Row:
+        return tuple(
+            spelling.from_sqlite(value)
+            for spelling, value in zip(self._layout.spellings, row, strict=True)
+        )
+
+
+class Replica:
+    """A target that is only read: its state and its tables in one transaction."""
+
+    def __init__(self, url: str) -> None:
+        self._kind, self._path = split_url(url)
+        self.name = display_url(url)
+        self._sqlite: sqlite3.Connection | None = None
+        self._postgres: psycopg.Connection[Any] | None = None
+
+    def open(self) -> TargetState:
+        """Begin to read; what is seen stays the same from here on."""
+        if self._kind == "sqlite":
+            return self._open_sqlite()
+        return self._open_postgres()
+
+    def side(self, layout: TableLayout) -> Side:
+        """One of its tables."""
+        if self._sqlite is not None:
+            return SqliteSide(self._sqlite, layout)
+        assert self._postgres is not None
+        return PostgresSide(self._postgres, layout)
+
+    def close(self) -> None:
+        """End reading; idempotent."""
+        if self._sqlite is not None:
+            self._sqlite.close()
+        if self._postgres is not None:
+            self._postgres.close()
+        self._sqlite = self._postgres = None
+
+    def _open_sqlite(self) -> TargetState:
+        path = Path(self._path)
+        if path.is_dir():
+            raise TargetError(f"replica {path} is a directory; name the SQLite file in it")
+        if not path.is_file():
+            raise TargetError(
+                f"there is no replica {path}; make one with cdc mirror, or correct it"
+            )
+        try:
+            connection = sqlite3.connect(
+                path, isolation_level=None, timeout=30, check_same_thread=False
+            )
+            self._sqlite = connection
+            connection.execute("BEGIN")
+            return SqliteTarget.reading(path, connection)
+        except sqlite3.Error as error:
+            raise TargetError(f"SQLite file {path} is not a replica: {error}") from error
+
+    def _open_postgres(self) -> TargetState:
+        from consumer_sdk.targets.postgres import PostgresTarget
+
+        connection = connect_postgres(self._path, self.name)
+        self._postgres = connection
+        connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        return PostgresTarget.reading(self._path, connection)
+
+
+def require_conninfo(dsn: str) -> None:
+    """UsageError for what libpq cannot take as the address of a database; nothing of it is shown.
+
+    An empty one would lead to whatever database happens to be the default.
+    """
+    # Says what to install if psycopg is not there.
+    import consumer_sdk.targets.postgres  # noqa: F401, isort: skip
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    try:
+        usable = bool(dsn.strip()) and bool(conninfo_to_dict(dsn))
+    except psycopg.Error:
+        usable = False
+    if not usable:
+        raise UsageError(
+            "--source is not the address of a PostgreSQL database; "
+            "write postgresql://user@host/database, or host=… dbname=…"
+        )
+
+
+def connect_postgres(dsn: str, name: str, **options: Any) -> psycopg.Connection[Any]:
+    """A session that prints values as the contract says."""
+    # Says what to install if psycopg is not there.
+    from consumer_sdk.targets.postgres import CONNECT_SECONDS, SESSION  # isort: skip
+    import psycopg
+
+    try:
+        return psycopg.connect(
+            dsn, autocommit=True, connect_timeout=CONNECT_SECONDS, options=SESSION, **options
+        )
+    except psycopg.Error as error:
+        line = str(error).partition("\n")[0]
+        raise NotAvailable(f"{name} cannot be reached: {line}") from error
+
+
+@contextmanager
+def errors_told(table: str) -> Iterator[None]:
+    """NotAvailable for whatever keeps a side from being read; a difference is something else."""
+    import psycopg
+
+    try:
+        yield
+    except (psycopg.Error, sqlite3.Error) as error:
+        line = str(error).partition("\n")[0]
+        raise NotAvailable(f"{table} cannot be compared: {line}") from error
+
+
+def rollback_quietly(connection: psycopg.Connection[Any]) -> None:
+    """End a transaction whose outcome does not matter."""
+    import psycopg
+
+    with suppress(psycopg.Error):
+        connection.execute("ROLLBACK")

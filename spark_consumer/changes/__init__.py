@@ -1,0 +1,1 @@
+"""Changes as columns, folded to one row per key."""

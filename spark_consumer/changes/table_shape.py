@@ -1,0 +1,200 @@
+"""The columns a table has in the lake, and how they follow the table's schema versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import pyarrow as pa
+
+from consumer_sdk.targets.evolution import Effect, compare
+from consumer_sdk.wire.subjects import format_table_name
+from spark_consumer.changes.change_columns import DELETED, SYNCED_AT
+from spark_consumer.changes.column_mapping import arrow_type, can_be_unrepresentable, widened
+from spark_consumer.errors import SchemaChangeError, UnsuitableTableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from consumer_sdk.wire.column_types import Column, TableSchema
+    from spark_consumer.changes.column_values import Unrepresentable
+
+TEXT_SUFFIX = "__text"
+Change = Literal["none", "add", "rewrite", "rebuild"]
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """A table as the lake holds it, without the columns that the lake itself adds.
+
+    `key` is empty for a table without key, where equal rows are several rows.
+    """
+
+    schema: str
+    table: str
+    columns: pa.Schema
+    key: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The table as SQL spells it."""
+        return format_table_name(self.schema, self.table)
+
+    @property
+    def is_bag(self) -> bool:
+        """Whether rows have no identity beyond their values."""
+        return not self.key
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The columns an UPDATE must name of the old row: the key, else all of them."""
+        return self.key or tuple(self.columns.names)
+
+    @property
+    def plain_names(self) -> dict[str, str]:
+        """A plain name for each column, for expressions where any other might mean something."""
+        return {name: f"c{index}" for index, name in enumerate(self.columns.names)}
+
+
+@dataclass(frozen=True)
+class Evolution:
+    """What a new schema version asks of the lake.
+
+    add: append columns. rewrite: the table with wider types. rebuild: bootstrap again, because
+    existing rows may hold values that no event tells; `reason` says why.
+    """
+
+    shape: TableShape
+    change: Change
+    reason: str = ""
+
+
+def shape_of(schema: TableSchema, policy: Unrepresentable = "error") -> TableShape:
+    """The shape of a table that is new to the lake.
+
+    UnsuitableTableError where its rows cannot be told apart or its columns cannot be named.
+    """
+    return TableShape(
+        schema.schema, schema.table, pa.schema(_all_fields(schema, policy)), row_key(schema)
+    )
+
+
+def row_key(schema: TableSchema) -> tuple[str, ...]:
+    """The columns that identify a row, () if only all values together do.
+
+    By a deferrable key a change may mean either of two rows, which only their values tell apart.
+    """
+    has_key = bool(schema.primary_key) and not schema.primary_key_deferrable
+    if schema.replica_identity == "full" and not has_key:
+        return ()
+    key = schema.row_key
+    if not key:
+        name = format_table_name(schema.schema, schema.table)
+        raise UnsuitableTableError(
+            f"table {name} has no key by which its changes name a row; add a primary key, or run: "
+            f"ALTER TABLE {name} REPLICA IDENTITY FULL"
+        )
+    return key
+
+
+def _all_fields(schema: TableSchema, policy: Unrepresentable) -> list[pa.Field]:
+    """The fields of all columns; UnsuitableTableError where they cannot be named."""
+    name = format_table_name(schema.schema, schema.table)
+    fields: list[pa.Field] = []
+    for column in schema.columns:
+        if column.name in (DELETED, SYNCED_AT):
+            raise UnsuitableTableError(
+                f"table {name}: column {column.name} has a name that the lake needs for itself; "
+                "leave it out of the publication"
+            )
+        fields.extend(_fields(column, policy))
+    _require_distinct(name, [field.name for field in fields])
+    return fields
+
+
+def _fields(column: Column, policy: Unrepresentable) -> list[pa.Field]:
+    type_ = arrow_type(column)
+    fields = [pa.field(column.name, type_)]
+    if policy == "text" and can_be_unrepresentable(type_):
+        fields.append(pa.field(column.name + TEXT_SUFFIX, pa.string()))
+    return fields
+
+
+def _require_distinct(name: str, columns: Sequence[str]) -> None:
+    seen: dict[str, str] = {}
+    for column in columns:
+        other = seen.setdefault(column.casefold(), column)
+        if other != column or columns.count(column) > 1:
+            raise UnsuitableTableError(
+                f"table {name}: columns {other!r} and {column!r} cannot be told apart in the lake; "
+                "leave one out of the publication"
+            )
+
+
+def evolve(
+    shape: TableShape,
+    before: TableSchema,
+    after: TableSchema,
+    policy: Unrepresentable = "error",
+) -> Evolution:
+    """Follow a table from one schema version to another.
+
+    SchemaChangeError for what neither adding, widening nor leaving null can follow.
+    """
+    key = row_key(after)
+    _all_fields(after, policy)
+    if key != shape.key:
+        raise _incompatible(shape, f"its key is now ({', '.join(key) or 'none'})")
+    known_before = {column.name for column in before.columns}
+    known_after = {column.name for column in after.columns}
+    added = [column for column in after.columns if column.name not in known_before]
+    if added and known_before - known_after:
+        gone = ", ".join(sorted(known_before - known_after))
+        new = ", ".join(column.name for column in added)
+        raise _incompatible(shape, f"{gone} gave way to {new}, perhaps renamed")
+    fields = {field.name: field for field in shape.columns}
+    change: Change = "none"
+    for column in after.columns:
+        for field in _fields(column, policy):
+            current = fields.get(field.name)
+            if current is None:
+                fields[field.name] = field
+                change = "add" if change == "none" else change
+                continue
+            wider = current.type
+            if field.name == column.name:
+                wider = widened(current.type, column)
+            if wider is None:
+                raise _incompatible(
+                    shape, f"column {column.name} went from {current.type} to {column.data_type}"
+                )
+            if wider != current.type:
+                fields[field.name] = pa.field(field.name, wider)
+                change = "rewrite"
+    _require_distinct(shape.name, list(fields))
+    evolved = TableShape(shape.schema, shape.table, pa.schema(list(fields.values())), key)
+    again = [column.name for column in added if column.name in shape.columns.names]
+    if again:
+        # The lake still has what was dropped.
+        return Evolution(evolved, "rebuild", f"column {again[0]} was dropped and added again")
+    found = compare(before, after)
+    if found.effect is Effect.REBUILD:
+        return Evolution(evolved, "rebuild", found.reason)
+    return Evolution(evolved, change)
+
+
+def _incompatible(shape: TableShape, what: str) -> SchemaChangeError:
+    return SchemaChangeError(
+        f"table {shape.name} changed in a way that cannot be followed: {what}; "
+        "rebuild it with --rebootstrap"
+    )
+
+
+def lake_columns(shape: TableShape, *, soft_deletes: bool, synced_at: bool) -> pa.Schema:
+    """The shape's columns and those that the lake adds."""
+    extra = []
+    if soft_deletes:
+        extra.append(pa.field(DELETED, pa.bool_()))
+    if synced_at:
+        extra.append(pa.field(SYNCED_AT, pa.timestamp("us", tz="UTC")))
+    return pa.schema([*shape.columns, *extra])

@@ -1,0 +1,1 @@
+"""The job: load tables, then apply changes batch by batch."""

@@ -1,0 +1,286 @@
+"""One batch of the stream into all tables: what `foreachBatch` calls.
+
+Tables are committed one after another, each with its own position; whatever happens in between, the
+next batch gives each table exactly what it has not seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+import uuid
+from typing import TYPE_CHECKING, Final
+
+from pyspark import StorageLevel
+from pyspark.sql import functions as fn
+
+from consumer_sdk.errors import CorruptData, GapError
+from consumer_sdk.reading.progress import Progress, gap_of
+from consumer_sdk.transport.holds import hold
+from consumer_sdk.wire.column_types import TableSchema
+from consumer_sdk.wire.envelope import CONTENT_TYPE, decode_payload
+from consumer_sdk.wire.errors import WireError
+from consumer_sdk.wire.subjects import table_token
+from spark_consumer.changes.table_shape import evolve
+from spark_consumer.errors import SchemaChangeError
+from spark_consumer.job.staging import DecodingPlan, StagedChanges, stage_changes
+from spark_consumer.lake.manifest import ManifestEntry, SourceMark
+from spark_consumer.runtime.logs import note
+from spark_consumer.source.stored_messages import BATCH, PROGRESS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pyspark.sql import DataFrame
+
+    from spark_consumer.changes.column_values import Unrepresentable
+    from spark_consumer.job.table_writer import KeptTable, TableWriter
+    from spark_consumer.lake.manifest import Manifest
+    from spark_consumer.lake.schema_archive import SchemaArchive
+
+logger = logging.getLogger(__name__)
+
+_ADVANCE_MESSAGES: Final = 100_000
+_ADVANCE_SECONDS: Final = 600.0
+
+
+class RebuildNeeded(Exception):
+    """A table can only go on from a new snapshot; not a failure."""
+
+    def __init__(self, table: KeptTable, reason: str) -> None:
+        super().__init__(f"table {table.name}: {reason}")
+        self.table = table
+        self.reason = reason
+
+
+class BatchApplier:
+    """Applies batches of `nats_cdc` in form `message` to the tables of a lake.
+
+    `ask_progress(source)` tells how far a source has got, `ask_last()` the last sequence stored.
+    `rebootstrap` turns gaps and schema changes that cannot be followed into RebuildNeeded.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[KeptTable],
+        writer: TableWriter,
+        archive: SchemaArchive,
+        manifest: Manifest,
+        staging: str,
+        *,
+        policy: Unrepresentable,
+        rebootstrap: bool,
+        ask_progress: Callable[[str], Progress | None],
+        ask_last: Callable[[], int],
+    ) -> None:
+        self._tables = list(tables)
+        self._writer = writer
+        self._archive = archive
+        self._manifest = manifest
+        self._staging = staging
+        self._policy = policy
+        self._rebootstrap = rebootstrap
+        self._ask_progress = ask_progress
+        self._ask_last = ask_last
+        self._reached: dict[str, int] = {}
+        self._listed: Mapping[str, int] = {}
+        self._advanced_at = time.monotonic()
+        for kept in self._tables:
+            self._note_reached(kept.position.source, kept.position.commit_lsn)
+        self.end: dict[str, int] = {}
+        self.events = 0
+
+    def apply(self, frame: DataFrame, batch_id: int) -> None:
+        """Take one batch; returns when every table has it."""
+        started = time.monotonic()
+        messages = frame.persist(StorageLevel.DISK_ONLY)
+        directory = f"{self._staging}/batch-{uuid.uuid4().hex}"
+        try:
+            end = self._look(messages)
+            for kept in self._tables:
+                kept.table.require_untampered()
+            hold("spark-before-staging")
+            staged = stage_changes(messages, self._plans(), directory)
+            count = self._commit(staged, end)
+        finally:
+            messages.unpersist()
+            shutil.rmtree(directory, ignore_errors=True)
+        self.end = end
+        self.events += count
+        self._list_versions(end)
+        hold("spark-before-checkpoint")
+        for kept in self._tables:
+            kept.table.tend()
+        if count:
+            seconds = time.monotonic() - started
+            reached = max(end.values(), default=0)
+            note(
+                logger,
+                "batch applied",
+                batch=batch_id,
+                events=count,
+                seconds=round(seconds, 2),
+                stream_seq=reached,
+                behind=max(0, self._ask_last() - reached),
+            )
+
+    def settle(self) -> None:
+        """At a graceful end: note in idle tables too how far the stream has been read."""
+        for kept in self._tables:
+            end = self.end.get(kept.position.source, 0)
+            if end > kept.position.stream_seq:
+                # Announcements of columns are passed by here too, and do not come again.
+                there = kept.position.moved_to(end, 0, kept.schema.schema_version)
+                self._writer.apply(kept, StagedChanges(), there, 0)
+        self._list_versions(self.end)
+
+    def _look(self, messages: DataFrame) -> dict[str, int]:
+        """Read what is not a change: the range of the batch, progress, schema versions."""
+        token, operation = fn.col("token"), fn.col("operation")
+        control = messages.where(token.startswith("$") | (operation == "schema")).collect()
+        end: dict[str, int] = {}
+        for row in sorted(control, key=lambda row: int(row["stream_seq"])):
+            try:
+                if row["token"] == BATCH:
+                    end = {k: int(v) for k, v in json.loads(row["payload"])["end"].items()}
+                    continue
+                document = decode_payload(
+                    {CONTENT_TYPE: row["content_type"]}, bytes(row["payload"])
+                )
+                if row["token"] == PROGRESS:
+                    self._note_progress(row["stream_seq"], Progress.from_document(document))
+                elif row["operation"] == "schema":
+                    self._note_schema(row["stream_seq"], TableSchema.from_document(document))
+            except WireError as error:
+                raise CorruptData(
+                    f"message {row['stream_seq']} of the change stream: {error}"
+                ) from error
+        return end
+
+    def _note_progress(self, stream_seq: int, progress: Progress) -> None:
+        for kept in self._tables:
+            position = kept.position
+            if position.source != progress.source or stream_seq <= position.stream_seq:
+                continue
+            if progress.epoch != position.epoch:
+                reason = f"source {progress.source} began epoch {progress.epoch}"
+                raise GapError(f"{reason} ({progress.gap})", position.stream_seq + 1, stream_seq)
+            gap = gap_of(progress.document)
+            if gap is None or not gap.concerns(kept.shape.schema, kept.shape.table):
+                continue
+            if progress.lsn < position.complete_at:
+                continue
+            if self._rebootstrap:
+                raise RebuildNeeded(kept, gap.reason)
+            raise GapError(gap.reason, position.stream_seq + 1, stream_seq)
+        self._note_reached(progress.source, progress.lsn)
+
+    def _note_reached(self, source: str, commit_lsn: int) -> None:
+        self._reached[source] = max(self._reached.get(source, 0), commit_lsn)
+
+    def _note_schema(self, stream_seq: int, schema: TableSchema) -> None:
+        """Follow a table to a new version before its first row comes."""
+        wanted = table_token(schema.schema, schema.table)
+        for kept in self._tables:
+            position = kept.position
+            if kept.token != wanted or stream_seq <= position.stream_seq:
+                continue
+            if schema.epoch != position.epoch:
+                raise GapError(
+                    f"source {schema.source} began epoch {schema.epoch}",
+                    position.stream_seq + 1,
+                    stream_seq,
+                )
+            self._archive.keep(schema)
+            kept.schemas[schema.schema_version] = schema
+            # Versions grow along the log; the snapshot may have met a change before the log did.
+            if schema.schema_version > kept.schema.schema_version:
+                self._evolve(kept, schema)
+
+    def _evolve(self, kept: KeptTable, schema: TableSchema) -> None:
+        try:
+            evolution = evolve(kept.shape, kept.schema, schema, self._policy)
+        except SchemaChangeError as error:
+            if self._rebootstrap:
+                raise RebuildNeeded(kept, str(error)) from error
+            raise
+        if evolution.change == "rebuild":
+            raise RebuildNeeded(kept, evolution.reason)
+        note(
+            logger,
+            "schema changed",
+            table=kept.name,
+            version=schema.schema_version,
+            change=evolution.change,
+        )
+        # Committed with its columns, so that a new column is told from one that comes back.
+        kept.position = kept.position.moved_to(0, 0, schema.schema_version)
+        if evolution.change == "rewrite":
+            self._writer.rewrite(kept, evolution.shape)
+        elif evolution.change == "add":
+            known = set(kept.table.columns.names)
+            missing = [one for one in evolution.shape.columns if one.name not in known]
+            kept.table.add_columns(missing, kept.position)
+        kept.shape, kept.schema = evolution.shape, schema
+
+    def _plans(self) -> list[DecodingPlan]:
+        return [
+            DecodingPlan(kept.token, kept.shape, dict(kept.schemas), kept.position, self._policy)
+            for kept in self._tables
+        ]
+
+    def _commit(self, staged: Mapping[str, StagedChanges], end: Mapping[str, int]) -> int:
+        now_us = time.time_ns() // 1000
+        idle = time.monotonic() - self._advanced_at > _ADVANCE_SECONDS
+        count = 0
+        for kept in self._tables:
+            changes = staged[kept.token]
+            stop = end.get(kept.position.source, kept.position.stream_seq)
+            behind = stop - kept.position.stream_seq
+            if not changes.facts.count and (
+                behind <= 0 or not (idle or behind > _ADVANCE_MESSAGES)
+            ):
+                continue
+            version = kept.schema.schema_version
+            position = kept.position.moved_to(stop, changes.commit_lsn, version)
+            self._writer.apply(kept, changes, position, now_us)
+            self._note_reached(position.source, position.commit_lsn)
+            count += changes.facts.count
+        if idle:
+            self._advanced_at = time.monotonic()
+        return count
+
+    def _list_versions(self, end: Mapping[str, int]) -> None:
+        """Add to the manifest, if all tables show the same moment and something has changed."""
+        for kept in self._tables:
+            position = kept.position
+            source = position.source
+            if source not in end or position.stream_seq > end[source]:
+                return
+            if position.complete_at > self._reached[source]:
+                progress = self._ask_progress(source)
+                if (
+                    progress is not None
+                    and progress.epoch == position.epoch
+                    and progress.stream_seq <= end[source]
+                ):
+                    self._note_reached(source, progress.lsn)
+            if position.complete_at > self._reached[source]:
+                return
+        versions = {kept.name: kept.table.version for kept in self._tables}
+        if versions == self._listed:
+            return
+        epochs = {kept.position.source: kept.position.epoch for kept in self._tables}
+        self._manifest.append(
+            ManifestEntry(
+                written_at=time.time_ns() // 1000,
+                sources={
+                    source: SourceMark(epoch, end[source], self._reached[source])
+                    for source, epoch in epochs.items()
+                },
+                tables=versions,
+            )
+        )
+        self._listed = versions

@@ -1,0 +1,293 @@
+"""The job: tables rebuilt from INIT where needed, then kept fresh from the change stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+
+from consumer_sdk.errors import CdcError, GapError, NotAvailable
+from consumer_sdk.wire.subjects import format_table_name
+from spark_consumer.errors import LakeConflictError, SparkConsumerError
+from spark_consumer.job.batch_applier import BatchApplier, RebuildNeeded
+from spark_consumer.job.table_setup import TableSetup, find_schemas
+from spark_consumer.job.table_writer import TableWriter
+from spark_consumer.lake.delta_lake import DeltaLake
+from spark_consumer.lake.directory import sole_job
+from spark_consumer.lake.manifest import Manifest
+from spark_consumer.lake.schema_archive import SchemaArchive
+from spark_consumer.runtime.java import restored, root_cause
+from spark_consumer.runtime.logs import note
+from spark_consumer.runtime.nats_thread import NatsThread
+from spark_consumer.source.cdc_source import CdcSource
+from spark_consumer.source.snapshot_source import SnapshotSource
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+    from consumer_sdk.transport.settings import NatsSettings
+    from spark_consumer.changes.column_values import Unrepresentable
+    from spark_consumer.job.table_writer import KeptTable
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.5
+_CATCH_UP_SECONDS: Final = 30.0
+_RETRY_SECONDS: Final = 2.0
+_CONFLICTS: Final = 5
+_SLOW_START_SECONDS: Final = 300.0
+_SLOW_START: Final = "Python worker failed to connect back"
+
+
+class _SlowStartError(SparkConsumerError):
+    """Spark gave its reader process ten seconds to start; a busy machine may need longer."""
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What the job does; `trigger_seconds` is the time between batches when it follows."""
+
+    nats: NatsSettings
+    tables: tuple[tuple[str, str], ...]
+    lake: str
+    once: bool = False
+    trigger_seconds: float = 2.0
+    policy: Unrepresentable = "error"
+    soft_deletes: bool = False
+    synced_at: bool = False
+    rebootstrap: bool = False
+    rows_per_batch: int = 200_000
+
+
+class SparkJob:
+    """Runs until it is done (`once`), stopped, or something is wrong with the data."""
+
+    def __init__(self, spark: SparkSession, settings: JobSettings) -> None:
+        self._spark = spark
+        self._settings = settings
+        self._lake = DeltaLake(settings.lake)
+        self._own = Path(self._lake.directory, "_tailrace")
+        self._archive = SchemaArchive(self._lake.directory)
+        self._manifest = Manifest(self._lake.directory)
+        self._writer = TableWriter(
+            spark,
+            str(self._own / "staging"),
+            soft_deletes=settings.soft_deletes,
+            synced_at=settings.synced_at,
+        )
+        self._stopping = threading.Event()
+        self._at_work = threading.Lock()
+        self._failure: BaseException | None = None
+        self._began = False
+        self._conflicts = 0
+        self._parallelism = max(1, spark.sparkContext.defaultParallelism)
+        self.rows_loaded = 0
+        self.events = 0
+
+    def run(self) -> None:
+        """Do the job; CdcError says in one line what stopped it."""
+        with sole_job(self._lake.directory):
+            started = time.monotonic()
+            try:
+                self._run()
+            except (Py4JError, PySparkException, OSError) as error:
+                raise _told(error) from error
+            note(
+                logger,
+                "done" if self._settings.once and not self._stopping.is_set() else "stopped",
+                tables=len(self._settings.tables),
+                rows_loaded=self.rows_loaded,
+                events=self.events,
+                seconds=round(time.monotonic() - started, 2),
+            )
+
+    def _run(self) -> None:
+        # What an earlier run staged belongs to nothing.
+        for leftover in ("staging", "checkpoint"):
+            shutil.rmtree(self._own / leftover, ignore_errors=True)
+        for source in (CdcSource, SnapshotSource):
+            self._spark.dataSource.register(source)
+        rebuild: set[tuple[str, str]] = set()
+        patience = time.monotonic() + _SLOW_START_SECONDS
+        with NatsThread(self._settings.nats) as nats:
+            while not self._stopping.is_set():
+                try:
+                    tables = self._prepare(nats, rebuild)
+                    rebuild.clear()
+                    self._follow(nats, tables)
+                except RebuildNeeded as needed:
+                    note(logger, "table is rebuilt", table=needed.table.name, reason=needed.reason)
+                    rebuild.add((needed.table.shape.schema, needed.table.shape.table))
+                except GapError as gap:
+                    if not self._settings.rebootstrap:
+                        raise
+                    note(logger, "gap", level=logging.WARNING, reason=str(gap))
+                except NotAvailable as error:
+                    if self._settings.once or not self._began:
+                        raise
+                    note(logger, "waiting", level=logging.WARNING, reason=str(error))
+                    self._stopping.wait(_RETRY_SECONDS)
+                except LakeConflictError as error:
+                    self._conflicts += 1
+                    if self._conflicts > _CONFLICTS:
+                        raise
+                    note(logger, "trying again", level=logging.WARNING, reason=str(error))
+                except _SlowStartError:
+                    if time.monotonic() > patience:
+                        raise
+                else:
+                    return
+
+    def stop(self) -> None:
+        """Ask for a graceful end: the batch under way is finished, nothing new is begun."""
+        self._stopping.set()
+
+    def _prepare(self, nats: NatsThread, rebuild: set[tuple[str, str]]) -> list[KeptTable]:
+        settings = self._settings
+        setup = TableSetup(
+            self._spark,
+            nats,
+            settings.nats,
+            self._lake,
+            self._archive,
+            policy=settings.policy,
+            soft_deletes=settings.soft_deletes,
+            synced_at=settings.synced_at,
+            rebootstrap=settings.rebootstrap,
+            parallelism=self._parallelism,
+        )
+        try:
+            schemas = nats.run(lambda client: find_schemas(client, settings.tables))
+            return setup.prepare(schemas, rebuild)
+        except Exception as error:
+            raise _told(error) from error
+        finally:
+            self.rows_loaded += setup.rows_loaded
+
+    def _follow(self, nats: NatsThread, tables: Sequence[KeptTable]) -> None:
+        if self._settings.once:
+            self._wait_for_one_moment(nats, tables)
+        applier = BatchApplier(
+            tables,
+            self._writer,
+            self._archive,
+            self._manifest,
+            str(self._own / "staging"),
+            policy=self._settings.policy,
+            rebootstrap=self._settings.rebootstrap,
+            ask_progress=lambda source: nats.run(lambda client: client.progress(source)),
+            ask_last=lambda: nats.run(lambda client: client.log().bounds()).last,
+        )
+        self._failure = None
+        query = self._start(tables, applier)
+        try:
+            while not query.awaitTermination(_POLL_SECONDS):  # type: ignore[arg-type]
+                if self._stopping.is_set():
+                    with self._at_work:
+                        query.stop()
+                    break
+        except Exception as error:
+            failure = self._noted_failure()
+            raise _told(error if failure is None else failure) from error
+        finally:
+            self.events += applier.events
+            if query.isActive:
+                query.stop()
+        failure = self._noted_failure()
+        if failure is not None:
+            raise _told(failure)
+        applier.settle()
+
+    def _noted_failure(self) -> BaseException | None:
+        """What went wrong in the last batch, before Spark made a text of it."""
+        return self._failure
+
+    def _start(self, tables: Sequence[KeptTable], applier: BatchApplier) -> StreamingQuery:
+        settings = self._settings
+        start: dict[str, int] = {}
+        for kept in tables:
+            position = kept.position
+            start[position.source] = min(
+                start.get(position.source, position.stream_seq), position.stream_seq
+            )
+        stream = (
+            self._spark.readStream.format("nats_cdc")
+            .option("form", "message")
+            .option("tables", ", ".join(format_table_name(*table) for table in settings.tables))
+            .option("startingPosition", json.dumps(start))
+            .option("streamCreated", str(tables[0].position.stream_created))
+            .option("rowsPerBatch", str(settings.rows_per_batch))
+            .option("partitions", str(self._parallelism))
+            .option("prefix", settings.nats.prefix)
+        )
+        # An address with a password stays out of sight: it comes from the environment.
+        if not any("@" in server for server in settings.nats.servers):
+            stream = stream.option("servers", settings.nats.address)
+
+        def apply(frame: DataFrame, batch_id: int) -> None:
+            with self._at_work:
+                if self._stopping.is_set():
+                    return
+                try:
+                    applier.apply(frame, batch_id)
+                    self._began = True
+                    self._conflicts = 0
+                except BaseException as error:
+                    self._failure = error
+                    raise
+
+        # Spark wants a checkpoint; the tables know better, so each run begins a new one.
+        checkpoint = self._own / "checkpoint" / uuid.uuid4().hex
+        writer = (
+            stream.load()
+            .writeStream.foreachBatch(apply)
+            .option("checkpointLocation", str(checkpoint))
+        )
+        if settings.once:
+            writer = writer.trigger(availableNow=True)
+        else:
+            writer = writer.trigger(processingTime=f"{settings.trigger_seconds} seconds")
+        return writer.start()
+
+    def _wait_for_one_moment(self, nats: NatsThread, tables: Sequence[KeptTable]) -> None:
+        """Wait until the stream has come as far as the newest snapshot, so that tables agree."""
+        wanted: dict[str, int] = {}
+        for kept in tables:
+            source = kept.position.source
+            wanted[source] = max(wanted.get(source, 0), kept.position.complete_at)
+        deadline = time.monotonic() + _CATCH_UP_SECONDS
+        for source, lsn in wanted.items():
+            while not self._stopping.is_set() and time.monotonic() < deadline:
+                progress = nats.run(lambda client, source=source: client.progress(source))  # type: ignore[misc]
+                if progress is not None and progress.lsn >= lsn:
+                    break
+                self._stopping.wait(_POLL_SECONDS)
+
+
+def _told(error: BaseException) -> BaseException:
+    """The error as the operator should see it."""
+    original = restored(error)
+    if isinstance(original, (CdcError, RebuildNeeded)) or not isinstance(original, Exception):
+        return original
+    if _SLOW_START in str(original):
+        return _SlowStartError(
+            "Spark's Python processes do not start in time; is the machine busy?"
+        )
+    if isinstance(original, OSError):
+        return SparkConsumerError(f"the lake cannot be kept: {original}")
+    text = str(original)
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    reason = root_cause(text) or (lines[-1] if lines else type(original).__name__)
+    return SparkConsumerError(f"Spark failed: {reason}")

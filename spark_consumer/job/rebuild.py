@@ -1,0 +1,148 @@
+"""The first load of a table, or a new one: executors write the snapshot, the driver commits it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from consumer_sdk.errors import CorruptData
+from spark_consumer.changes.change_columns import DELETED, SYNCED_AT
+from spark_consumer.changes.table_shape import lake_columns
+from spark_consumer.lake.lake import LakePosition
+from spark_consumer.lake.parquet_files import DataFile, ParquetWriter
+from spark_consumer.source.snapshot_chunks import ChunkDecoder, read_chunks
+from spark_consumer.source.snapshot_source import split_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pyspark.sql import SparkSession
+
+    from consumer_sdk.snapshot.snapshot import SnapshotMeta
+    from consumer_sdk.transport.settings import NatsSettings
+    from consumer_sdk.wire.column_types import TableSchema
+    from spark_consumer.changes.column_values import Unrepresentable
+    from spark_consumer.changes.table_shape import TableShape
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """All that an executor needs to write its part of a snapshot."""
+
+    settings: NatsSettings
+    meta: SnapshotMeta
+    schema: TableSchema
+    shape: TableShape
+    policy: Unrepresentable
+    soft_deletes: bool
+    synced_at: int | None
+    root: str
+    directory: str
+    parts: int
+
+
+def load_snapshot(
+    spark: SparkSession,
+    settings: NatsSettings,
+    meta: SnapshotMeta,
+    schema: TableSchema,
+    shape: TableShape,
+    *,
+    root: str,
+    policy: Unrepresentable,
+    soft_deletes: bool,
+    synced_at: int | None,
+    parallelism: int,
+) -> list[DataFile]:
+    """Write all rows of a snapshot below the table's root; the files that hold them.
+
+    The directory is new with every attempt, so that leftovers of another never count. The whole is
+    verified: every chunk once, the number of rows, the checksum.
+    """
+    chunks = split_chunks(meta.batch_count, 4 * parallelism)
+    if not chunks:
+        return []
+    directory = f"load-{meta.snapshot_id}-{uuid.uuid4().hex[:8]}"
+    plan = LoadPlan(
+        settings, meta, schema, shape, policy, soft_deletes, synced_at, root, directory, len(chunks)
+    )
+    reports = (
+        spark.range(0, len(chunks), 1, len(chunks))
+        .mapInArrow(_loader(plan), "report STRING")
+        .collect()
+    )
+    files: list[DataFile] = []
+    digests: dict[int, str] = {}
+    for row in reports:
+        report = json.loads(row["report"])
+        files.extend(DataFile(**file) for file in report["files"])
+        digests.update({int(number): digest for number, digest in report["digests"].items()})
+    _verify(meta, digests, sum(file.rows for file in files))
+    return files
+
+
+def _verify(meta: SnapshotMeta, digests: dict[int, str], rows: int) -> None:
+    what = f"snapshot {meta.snapshot_id} of {meta.schema}.{meta.table}"
+    joined = "".join(digests.get(number, "") for number in range(meta.batch_count))
+    if hashlib.sha256(joined.encode("ascii")).hexdigest() != meta.checksum:
+        raise CorruptData(f"{what}: its chunks are not the ones the checksum is for")
+    if rows != meta.row_count:
+        raise CorruptData(f"{what}: {rows} rows read, {meta.row_count} written")
+
+
+def _loader(
+    plan: LoadPlan,
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def load(parts: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        columns = lake_columns(
+            plan.shape, soft_deletes=plan.soft_deletes, synced_at=plan.synced_at is not None
+        )
+        chunks = split_chunks(plan.meta.batch_count, plan.parts)
+        writer = ParquetWriter(plan.root, plan.directory, columns)
+        digests: dict[int, str] = {}
+        try:
+            for batch in parts:
+                for part in batch.column(0).to_pylist():
+                    decoder = ChunkDecoder(plan.shape, plan.schema, plan.policy, plan.shape.key)
+                    found = read_chunks(plan.settings, plan.meta, chunks[part], decoder)
+                    for number, digest, rows in found:
+                        digests[number] = digest
+                        writer.write(_with_own_columns(rows, columns, plan))
+            writer.finish()
+        except BaseException:
+            writer.discard()
+            raise
+        report = {"files": [vars(file) for file in writer.files], "digests": digests}
+        yield pa.RecordBatch.from_pydict({"report": pa.array([json.dumps(report)])})
+
+    return load
+
+
+def _with_own_columns(rows: pa.RecordBatch, columns: pa.Schema, plan: LoadPlan) -> pa.RecordBatch:
+    own: dict[str, Any] = {DELETED: False, SYNCED_AT: plan.synced_at}
+    extra = [
+        pa.array([own[field.name]] * rows.num_rows, field.type)
+        for field in list(columns)[rows.num_columns :]
+    ]
+    return pa.RecordBatch.from_arrays([*rows.columns, *extra], schema=columns)
+
+
+def position_of(meta: SnapshotMeta, schema: TableSchema) -> LakePosition:
+    """Where a table stands that holds exactly the snapshot.
+
+    An event is in the snapshot iff its commit LSN is below the snapshot's.
+    """
+    return LakePosition(
+        source=meta.source,
+        epoch=meta.epoch,
+        stream_created=meta.stream_created,
+        stream_seq=meta.cdc_seq - 1,
+        commit_lsn=meta.snapshot_lsn - 1,
+        complete_at=meta.snapshot_lsn,
+        schema_version=schema.schema_version,
+    )

@@ -1,0 +1,306 @@
+"""Before the stream is read: find each table in the lake and check it, or rebuild it from INIT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+from consumer_sdk.errors import GapError, NotAvailable, UnknownTable
+from consumer_sdk.transport.holds import hold
+from consumer_sdk.wire.subjects import format_table_name, table_token
+from spark_consumer.changes.change_columns import DELETED, SYNCED_AT
+from spark_consumer.changes.column_mapping import arrow_type, can_be_unrepresentable
+from spark_consumer.changes.table_shape import (
+    TEXT_SUFFIX,
+    TableShape,
+    evolve,
+    lake_columns,
+    row_key,
+    shape_of,
+)
+from spark_consumer.errors import LakeError, LakeOptionsError, SchemaChangeError
+from spark_consumer.job.progress_bar import JobWatch, ProgressBar
+from spark_consumer.job.rebuild import load_snapshot, position_of
+from spark_consumer.job.table_writer import KeptTable
+from spark_consumer.lake.directory import require_table_place
+from spark_consumer.runtime.logs import note
+from spark_consumer.source.snapshot_source import take_snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from pyspark.sql import SparkSession
+
+    from consumer_sdk.client import Client
+    from consumer_sdk.reading.log import LogBounds
+    from consumer_sdk.transport.settings import NatsSettings
+    from consumer_sdk.wire.column_types import TableSchema
+    from spark_consumer.changes.column_values import Unrepresentable
+    from spark_consumer.lake.lake import Lake, LakePosition, LakeTable
+    from spark_consumer.lake.schema_archive import SchemaArchive
+    from spark_consumer.runtime.nats_thread import NatsThread
+
+logger = logging.getLogger(__name__)
+
+_SCHEMA_SECONDS: Final = 5.0
+_SCHEMA_POLL_SECONDS: Final = 0.1
+
+
+async def find_schemas(client: Client, tables: Sequence[tuple[str, str]]) -> list[TableSchema]:
+    """The newest schema of each table; one that is not there is waited for a little.
+
+    A bridge that has just started publishes the schemas of its tables one by one.
+    """
+    deadline = time.monotonic() + _SCHEMA_SECONDS
+    found = []
+    for table in tables:
+        while True:
+            try:
+                found.append(await client.schema(table))
+                break
+            except (UnknownTable, NotAvailable):
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(_SCHEMA_POLL_SECONDS)
+    return found
+
+
+def look_at_places(
+    lake: Lake,
+    schemas: Sequence[TableSchema],
+    *,
+    policy: Unrepresentable,
+    soft_deletes: bool,
+    synced_at: bool,
+    rebootstrap: bool,
+) -> None:
+    """Raise what makes a table, or the place of one in the lake, unfit; nothing is written."""
+    for schema in schemas:
+        row_key(schema)
+        require_table_place(lake.table_root(schema.schema, schema.table))
+        table = lake.find(schema.schema, schema.table)
+        if table is not None and not rebootstrap:
+            name = format_table_name(schema.schema, schema.table)
+            require_own_columns(name, table, soft_deletes=soft_deletes, synced_at=synced_at)
+            require_same_texts(name, table, schema, policy)
+
+
+def require_own_columns(
+    name: str, table: LakeTable, *, soft_deletes: bool, synced_at: bool
+) -> None:
+    """Raise LakeOptionsError unless the table has the columns that the options ask for."""
+    present = table.columns.names
+    wanted = (
+        (DELETED, soft_deletes, "--soft-deletes"),
+        (SYNCED_AT, synced_at, "--synced-at"),
+    )
+    for column, asked, flag in wanted:
+        if (column in present) != asked:
+            made = "with" if column in present else "without"
+            raise LakeOptionsError(
+                f"lake table {name} was made {made} {flag}; keep to that, "
+                "or rebuild it with --rebootstrap"
+            )
+
+
+def require_same_texts(
+    name: str, table: LakeTable, schema: TableSchema, policy: Unrepresentable
+) -> None:
+    """Raise LakeOptionsError where a table without key was made with another policy.
+
+    Its rows are found by all they hold, the texts of values that have no place included.
+    """
+    if row_key(schema) or policy == "error":
+        return
+    present = table.columns.names
+    for column in schema.columns:
+        text = column.name + TEXT_SUFFIX
+        if column.name not in present or not can_be_unrepresentable(arrow_type(column)):
+            continue
+        if (text in present) != (policy == "text"):
+            made = "with" if text in present else "without"
+            raise LakeOptionsError(
+                f"lake table {name} has no key and was made {made} --unrepresentable=text; "
+                "keep to that, or rebuild it with --rebootstrap"
+            )
+
+
+class TableSetup:
+    """Makes tables ready to follow the stream.
+
+    A table that cannot go on raises, untouched, what is wrong with it; with `rebootstrap` it is
+    rebuilt instead.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        nats: NatsThread,
+        settings: NatsSettings,
+        lake: Lake,
+        archive: SchemaArchive,
+        *,
+        policy: Unrepresentable,
+        soft_deletes: bool,
+        synced_at: bool,
+        rebootstrap: bool,
+        parallelism: int,
+    ) -> None:
+        self._spark = spark
+        self._nats = nats
+        self._settings = settings
+        self._lake = lake
+        self._archive = archive
+        self._policy: Unrepresentable = policy
+        self._soft = soft_deletes
+        self._stamped = synced_at
+        self._rebootstrap = rebootstrap
+        self._parallelism = parallelism
+        self.rows_loaded = 0
+
+    def prepare(
+        self, schemas: Sequence[TableSchema], rebuild: Container[tuple[str, str]] = ()
+    ) -> list[KeptTable]:
+        """Each table, continued or built; those in `rebuild` are built again in any case.
+
+        All of them are looked at before any is written.
+        """
+        ready: dict[int, KeptTable] = {}
+        due: dict[int, LakeTable | None] = {}
+        for index, schema in enumerate(schemas):
+            row_key(schema)
+            table = self._lake.find(schema.schema, schema.table)
+            if table is None or (schema.schema, schema.table) in rebuild:
+                due[index] = table
+                continue
+            try:
+                ready[index] = self._continue(schema, table)
+            except (GapError, LakeError, SchemaChangeError) as error:
+                if not self._rebootstrap:
+                    raise
+                name = format_table_name(schema.schema, schema.table)
+                reason = str(error)
+                note(logger, "table is rebuilt", level=logging.WARNING, table=name, reason=reason)
+                due[index] = table
+        for index, table in due.items():
+            schema = schemas[index]
+            # What was retained may be from before the reason to rebuild.
+            fresh = (schema.schema, schema.table) in rebuild
+            ready[index] = self._bootstrap(schema, table, fresh=fresh)
+        return [ready[index] for index in range(len(schemas))]
+
+    def _continue(self, schema: TableSchema, table: LakeTable) -> KeptTable:
+        name = format_table_name(schema.schema, schema.table)
+        position = table.position(schema.source)
+        if position is None:
+            raise LakeError(
+                f"lake table {name} holds nothing of source {schema.source}; "
+                "rebuild it with --rebootstrap, or choose another --lake directory"
+            )
+        table.require_untampered()
+        require_own_columns(name, table, soft_deletes=self._soft, synced_at=self._stamped)
+        require_same_texts(name, table, schema, self._policy)
+        bounds = self._nats.run(lambda client: client.log().bounds())
+        progress = self._nats.run(lambda client: client.progress(schema.source))
+        epoch = schema.epoch if progress is None else progress.epoch
+        _require_continuity(name, position, bounds, epoch)
+        versions = self._archive.versions(schema.schema, schema.table, position.epoch)
+        current = versions.get(position.schema_version)
+        if current is None:
+            raise SchemaChangeError(
+                f"schema version {position.schema_version} of table {name} is not in the lake's "
+                "_tailrace directory; rebuild the table with --rebootstrap"
+            )
+        if schema.epoch == position.epoch:
+            self._archive.keep(schema)
+            versions[schema.schema_version] = schema
+        own = (DELETED, SYNCED_AT)
+        columns = [field for field in table.columns if field.name not in own]
+        shape = TableShape(
+            schema.schema,
+            schema.table,
+            pa.schema(columns),
+            row_key(current),
+        )
+        # Another policy for unrepresentable values may ask for further columns.
+        evolution = evolve(shape, current, current, self._policy)
+        if evolution.change == "add":
+            known = set(table.columns.names)
+            missing = [one for one in evolution.shape.columns if one.name not in known]
+            table.add_columns(missing, position)
+        return KeptTable(
+            table_token(schema.schema, schema.table),
+            self._lake.table_root(schema.schema, schema.table),
+            table,
+            evolution.shape,
+            current,
+            position,
+            versions,
+        )
+
+    def _bootstrap(self, schema: TableSchema, table: LakeTable | None, *, fresh: bool) -> KeptTable:
+        name = format_table_name(schema.schema, schema.table)
+        started = time.monotonic()
+        bar = ProgressBar(name)
+        wanted = (schema.schema, schema.table)
+        meta, schema = self._nats.run(
+            lambda client: take_snapshot(client, wanted, fresh=fresh, progress=bar.snapshot)
+        )
+        shape = shape_of(schema, self._policy)
+        root = self._lake.table_root(schema.schema, schema.table)
+        with JobWatch(self._spark, f"bootstrap-{uuid.uuid4().hex}", bar.loading):
+            files = load_snapshot(
+                self._spark,
+                self._settings,
+                meta,
+                schema,
+                shape,
+                root=root,
+                policy=self._policy,
+                soft_deletes=self._soft,
+                synced_at=time.time_ns() // 1000 if self._stamped else None,
+                parallelism=self._parallelism,
+            )
+        position = position_of(meta, schema)
+        columns = lake_columns(shape, soft_deletes=self._soft, synced_at=self._stamped)
+        self._archive.keep(schema)
+        hold("spark-before-load-commit")
+        if table is None:
+            table = self._lake.create(schema.schema, schema.table, files, columns, position)
+        else:
+            # Others may have optimized it while the snapshot was read.
+            table = self._lake.find(schema.schema, schema.table) or table
+            table.replace(files, columns, position)
+        self.rows_loaded += meta.row_count
+        bar.finish(meta.row_count)
+        note(
+            logger,
+            "table bootstrapped",
+            table=name,
+            rows=meta.row_count,
+            snapshot=meta.snapshot_id,
+            seconds=round(time.monotonic() - started, 2),
+        )
+        token = table_token(schema.schema, schema.table)
+        versions = self._archive.versions(schema.schema, schema.table, position.epoch)
+        return KeptTable(token, root, table, shape, schema, position, versions)
+
+
+def _require_continuity(name: str, position: LakePosition, bounds: LogBounds, epoch: int) -> None:
+    wanted = position.stream_seq + 1
+    if position.stream_created != bounds.created:
+        reason = f"the stream that table {name} followed was recreated"
+    elif position.epoch != epoch:
+        reason = f"source {position.source} began epoch {epoch} after table {name} was written"
+    elif position.stream_seq > bounds.last:
+        reason = f"table {name} is at a newer position than the stream"
+    elif wanted < bounds.first:
+        reason = f"what follows the position of table {name} was trimmed or purged"
+    else:
+        return
+    raise GapError(reason, wanted, bounds.first)

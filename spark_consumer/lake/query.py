@@ -1,0 +1,78 @@
+"""Spark SQL over the tables of a lake: `python -m spark_consumer.lake.query --lake DIR 'SELECT …'`.
+
+Every table is a view over the Parquet files of its newest version, so that no Delta jars are
+needed; `sales.invoices` is called `sales_invoices`, unless another table is. Each row of a result
+is one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spark_consumer.errors import SparkConsumerError
+from spark_consumer.runtime.session import open_session
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pyspark.sql import SparkSession
+
+
+def register_views(spark: SparkSession, lake: str) -> list[str]:
+    """Give every Delta table below the lake's directory a view; their names."""
+    from deltalake import DeltaTable
+    from pyspark.sql.types import StructType
+
+    names = []
+    roots = [one for one in sorted(Path(lake).iterdir()) if DeltaTable.is_deltatable(str(one))]
+    wanted = Counter(root.name.replace(".", "_") for root in roots)
+    for root in roots:
+        table = DeltaTable(str(root))
+        # Delta writes its schemas as Spark does.
+        columns = StructType.fromJson(json.loads(table.schema().to_json()))
+        files = table.file_uris()
+        rows = (
+            spark.read.schema(columns).parquet(*files)
+            if files
+            else spark.createDataFrame([], columns)
+        )
+        name = root.name.replace(".", "_")
+        if wanted[name] > 1:
+            name = root.name
+        # Quoted: odd characters of a table are written ~XX.
+        rows.createOrReplaceTempView(f"`{name}`")
+        names.append(name)
+    return names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the statements one after another."""
+    parser = argparse.ArgumentParser(prog="spark_consumer.lake.query", description=__doc__)
+    parser.add_argument("--lake", required=True, metavar="DIR", help="directory of the tables")
+    parser.add_argument("--master", default="local[*]", help="where Spark runs, default local[*]")
+    parser.add_argument("statement", nargs="+", help="a query in Spark SQL")
+    options = parser.parse_args(argv)
+    if not Path(options.lake).is_dir():
+        parser.error(f"no directory {options.lake}")
+    try:
+        spark = open_session(options.master, name="tailrace query")
+    except SparkConsumerError as error:
+        print(f"query: {error}", file=sys.stderr)
+        return 3
+    try:
+        register_views(spark, options.lake)
+        for statement in options.statement:
+            for row in spark.sql(statement).collect():
+                print(json.dumps(row.asDict(), default=str))
+    finally:
+        spark.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

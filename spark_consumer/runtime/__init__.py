@@ -1,0 +1,1 @@
+"""Java, the Spark session, signals and logs."""

@@ -1,0 +1,1 @@
+"""Spark's data sources over CDC and INIT."""

@@ -1,0 +1,197 @@
+"""Events as rows: the envelope with JSON text, or the columns of one table."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from consumer_sdk.errors import CorruptData
+from consumer_sdk.reading.decoder import restore_row
+from consumer_sdk.wire.envelope import (
+    CONTENT_TYPE,
+    JSON,
+    ROW_OPERATIONS,
+    Event,
+    decode_payload,
+    events_of,
+    to_json_value,
+)
+from consumer_sdk.wire.errors import MISFITS, WireError
+from consumer_sdk.wire.jsonb import jsonb_text
+from spark_consumer.changes.column_values import ColumnWriter
+from spark_consumer.changes.table_shape import TEXT_SUFFIX, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from consumer_sdk.wire.column_types import TableSchema
+    from spark_consumer.changes.column_values import Unrepresentable
+    from spark_consumer.changes.table_shape import TableShape
+
+ENVELOPE_SCHEMA: Final = pa.schema(
+    [
+        ("stream_seq", pa.int64()),
+        ("source", pa.string()),
+        ("epoch", pa.int64()),
+        ("schema", pa.string()),
+        ("table", pa.string()),
+        ("operation", pa.string()),
+        ("commit_lsn", pa.int64()),
+        ("seq", pa.int64()),
+        ("xid", pa.int64()),
+        ("ts", pa.timestamp("us", tz="UTC")),
+        ("schema_version", pa.int64()),
+        ("last", pa.bool_()),
+        ("data", pa.string()),
+        ("old", pa.string()),
+        ("unchanged", pa.list_(pa.string())),
+    ]
+)
+
+_HEAD: Final = (
+    pa.field("_stream_seq", pa.int64()),
+    pa.field("_operation", pa.string()),
+    pa.field("_commit_lsn", pa.int64()),
+    pa.field("_seq", pa.int64()),
+    pa.field("_ts", pa.timestamp("us", tz="UTC")),
+    pa.field("_unchanged", pa.list_(pa.string())),
+)
+_SHOWN: Final = ROW_OPERATIONS | {"TRUNCATE"}
+
+Numbered = tuple[int, Event]
+
+
+def typed_schema(shape: TableShape) -> pa.Schema:
+    """The columns of one table behind those that tell what happened."""
+    return pa.schema([*_HEAD, *shape.columns])
+
+
+def envelope_batches(messages: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Row changes, truncates and schema notices, each a row with its data as JSON text."""
+    for batch in messages:
+        rows = [
+            _envelope(stream_seq, event)
+            for stream_seq, event, _ in _events(batch)
+            if event.operation in _SHOWN or event.operation == "SCHEMA"
+        ]
+        if rows:
+            columns = list(zip(*rows, strict=True))
+            yield pa.RecordBatch.from_arrays(
+                [
+                    pa.array(values, field.type)
+                    for values, field in zip(columns, ENVELOPE_SCHEMA, strict=True)
+                ],
+                schema=ENVELOPE_SCHEMA,
+            )
+
+
+def typed_batches(
+    messages: Iterator[pa.RecordBatch], schema: TableSchema, policy: Unrepresentable
+) -> Iterator[pa.RecordBatch]:
+    """Row changes and truncates of one table, with its columns as they are in `schema`."""
+    shape = shape_of(schema, policy)
+    writers = {
+        column.name: ColumnWriter(
+            shape.name, column.name, shape.columns.field(column.name).type, policy=policy
+        )
+        for column in schema.columns
+    }
+    texts = tuple(c.name for c in schema.columns if c.family in ("json", "jsonb"))
+    for batch in messages:
+        found: list[Numbered] = []
+        rows: list[dict[str, Any]] = []
+        for stream_seq, event, kind in _events(batch):
+            if event.operation not in _SHOWN:
+                continue
+            row = dict(event.data or {}) if event.operation in ROW_OPERATIONS else {}
+            try:
+                if kind == JSON:
+                    restore_row(row, event.raw, schema)
+            except WireError as error:
+                raise _damaged(stream_seq, error) from error
+            try:
+                for name in texts:
+                    if name not in event.raw and row.get(name) is not None:
+                        row[name] = jsonb_text(row[name])
+            except MISFITS as error:
+                raise _damaged(stream_seq, error) from error
+            found.append((stream_seq, event))
+            rows.append(row)
+        if rows:
+            yield _typed(shape, writers, found, rows)
+
+
+def _typed(
+    shape: TableShape,
+    writers: dict[str, ColumnWriter],
+    found: Sequence[Numbered],
+    rows: Sequence[dict[str, Any]],
+) -> pa.RecordBatch:
+    def describe(index: int) -> str:
+        return f"at sequence {found[index][0]}"
+
+    columns: dict[str, pa.Array] = {}
+    for name, writer in writers.items():
+        columns[name], kept = writer.write([row.get(name) for row in rows], describe)
+        if kept is not None:
+            columns[name + TEXT_SUFFIX] = kept
+    head = [
+        [stream_seq for stream_seq, _ in found],
+        [event.operation for _, event in found],
+        [event.commit_lsn for _, event in found],
+        [event.seq for _, event in found],
+        [event.ts for _, event in found],
+        [list(event.unchanged) or None for _, event in found],
+    ]
+    schema = typed_schema(shape)
+    arrays = [pa.array(values, field.type) for values, field in zip(head, _HEAD, strict=True)]
+    arrays += [columns.get(field.name, pa.nulls(len(rows), field.type)) for field in shape.columns]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _events(batch: pa.RecordBatch) -> Iterator[tuple[int, Event, str]]:
+    columns = [batch.column(name).to_pylist() for name in ("stream_seq", "content_type", "payload")]
+    for stream_seq, kind, payload in zip(*columns, strict=True):
+        try:
+            events = events_of(decode_payload({CONTENT_TYPE: kind}, payload))
+        except WireError as error:
+            raise _damaged(stream_seq, error) from error
+        for event in events:
+            numbers = event.epoch | event.commit_lsn | event.seq | event.xid | event.schema_version
+            if numbers >> 63:
+                raise _damaged(stream_seq, WireError("a number is beyond what a long holds"))
+            yield stream_seq, event, kind
+
+
+def _envelope(stream_seq: int, event: Event) -> tuple[Any, ...]:
+    data = event.document if event.operation == "SCHEMA" else event.data
+    try:
+        texts = _json(data), _json(event.old)
+    except MISFITS as error:
+        raise _damaged(stream_seq, error) from error
+    return (
+        stream_seq,
+        event.source,
+        event.epoch,
+        event.schema,
+        event.table,
+        event.operation,
+        event.commit_lsn,
+        event.seq,
+        event.xid,
+        event.ts,
+        event.schema_version,
+        event.last,
+        *texts,
+        list(event.unchanged) or None,
+    )
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(to_json_value(value), ensure_ascii=False)
+
+
+def _damaged(stream_seq: int, error: Exception) -> CorruptData:
+    return CorruptData(f"message {stream_seq} of the change stream: {error}")
