@@ -7,10 +7,9 @@ from typing import Any
 from bridge.events.assembler import Assembler
 from bridge.events.encoder import JsonEncoder, MsgpackEncoder
 from bridge.events.outgoing import Item, Outgoing, Oversized, SchemaNotice
-from bridge.events.relations import CompiledRelation
+from bridge.events.relations import CompiledRelation, Structure
 from bridge.events.resume import Resume
 from bridge.events.values import ColumnType
-from bridge.schemas.registry import Structure
 from bridge.wal.messages import Begin, Commit, Message, Relation
 from consumer_sdk.wire import Subjects, decode_payload, oids
 from tests.pgoutput_encoder import encode_message

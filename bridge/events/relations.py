@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bridge.events.encoder import STATIC_FIELDS
@@ -10,6 +11,7 @@ from bridge.events.row_writers import can_write, compile_row_writer, compile_upd
 from bridge.events.rows import RowConverter
 from consumer_sdk.wire.column_types import family
 from consumer_sdk.wire.envelope import WIRE_VERSION, to_json_value
+from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,13 +21,36 @@ if TYPE_CHECKING:
     from bridge.events.outgoing import SchemaNotice
     from bridge.events.row_writers import RowWriter
     from bridge.events.values import ColumnType
-    from bridge.schemas.registry import Structure
     from consumer_sdk.wire.subjects import Subjects
 
     Writer: TypeAlias = tuple[RowWriter, int, "MessageParts", "CompiledRelation"]
     """A writer, how many fields it gives, and what it is for."""
 
 JSON_ADAPTED_FAMILIES = frozenset({"int", "float", "bytea", "array"})
+
+REPLICA_IDENTITIES = {"d": "default", "n": "nothing", "f": "full", "i": "index"}
+
+Fingerprint: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What makes two versions differ, as a Relation message or the catalog tells it."""
+
+    relation_id: int
+    schema: str
+    table: str
+    replica_identity: str
+    columns: tuple[tuple[str, int, int, bool], ...]
+    """Name, type OID, type modifier, part of the identity."""
+
+    @property
+    def token(self) -> str:
+        return table_token(self.schema, self.table)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return (REPLICA_IDENTITIES[self.replica_identity], self.columns)
 
 
 class MessageParts:

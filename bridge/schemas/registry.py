@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bridge.events.relations import REPLICA_IDENTITIES, Fingerprint, Structure
 from consumer_sdk.wire.envelope import WIRE_VERSION
-from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,33 +21,10 @@ if TYPE_CHECKING:
     from bridge.events.values import ColumnType
     from bridge.postgres.catalog import Catalog, CatalogTable
 
-REPLICA_IDENTITIES = {"d": "default", "n": "nothing", "f": "full", "i": "index"}
-
 VISIBLE_POLLS = 10
 VISIBLE_POLL_SECONDS = 0.02
 
 Document = dict[str, Any]
-Fingerprint = tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """What makes two versions differ, as a Relation message or the catalog tells it."""
-
-    relation_id: int
-    schema: str
-    table: str
-    replica_identity: str
-    columns: tuple[tuple[str, int, int, bool], ...]
-    """Name, type OID, type modifier, part of the identity."""
-
-    @property
-    def token(self) -> str:
-        return table_token(self.schema, self.table)
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return (REPLICA_IDENTITIES[self.replica_identity], self.columns)
 
 
 def fingerprint_of(document: Mapping[str, Any]) -> Fingerprint:

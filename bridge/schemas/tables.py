@@ -11,7 +11,7 @@ from nats.js.errors import APIError
 
 from bridge.errors import Retryable, SchemaOvertaken, SourceError
 from bridge.events.outgoing import SchemaNotice
-from bridge.schemas.registry import Structure
+from bridge.events.relations import Structure
 from bridge.telemetry.logs import event
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.subjects import table_token

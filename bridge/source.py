@@ -1,0 +1,28 @@
+"""The source a bridge works for: one frozen value that every stage is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from consumer_sdk.wire.envelope import JSON, MSGPACK
+
+if TYPE_CHECKING:
+    from consumer_sdk.wire.subjects import Subjects
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Name, epoch, publication, subjects and encoding of one stretch of streaming."""
+
+    name: str
+    """The slot's name."""
+    epoch: int
+    publication: str
+    subjects: Subjects
+    as_json: bool
+
+    @property
+    def content_type(self) -> str:
+        """What messages and documents of this source are encoded as."""
+        return JSON if self.as_json else MSGPACK
