@@ -21,6 +21,7 @@ from consumer_sdk.mirror.follower import Follower, Outcome
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.notices import MirrorStatus, Notice, table_list
 from consumer_sdk.mirror.writer import Writer
+from consumer_sdk.reading.proof import find_break
 from consumer_sdk.reading.schema import resolve_table
 from consumer_sdk.targets.target import Lane, TableCopy, TableName, TargetState
 from consumer_sdk.targets.target_url import open_target
@@ -381,13 +382,10 @@ async def mirror(
 
 
 def _break(stream_seq: int, created: int, bounds: StreamBounds) -> str | None:
-    if created != bounds.created:
-        return "the stream was recreated"
-    if stream_seq + 1 < bounds.first:
-        return f"the stream was trimmed or purged up to sequence {bounds.first - 1}"
-    if stream_seq > bounds.last:
-        return f"the stream ends at sequence {bounds.last}, {stream_seq} had been read"
-    return None
+    found = find_break(bounds, stream_seq + 1, created)
+    if found is None:
+        return None
+    return f"{found.value} (read up to {stream_seq}, stored {bounds.first} to {bounds.last})"
 
 
 def _log(notice: Notice) -> None:

@@ -6,7 +6,13 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
-from consumer_sdk.errors import GapError, UsageError
+from consumer_sdk.errors import UsageError
+from consumer_sdk.reading.proof import (
+    StreamBreak,
+    find_break,
+    require_continuation,
+    require_same_stream,
+)
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.stream import Frame, StreamBounds, stream_bounds
 
@@ -78,16 +84,15 @@ class LogReader:
         if first < 1 or end < first:
             raise UsageError(f"not a range of sequences: [{first}, {end})")
         bounds = await self.bounds()
-        if created is not None and bounds.created != created:
-            raise GapError("the stream was recreated", first, bounds.first)
+        require_same_stream(bounds, first, created)
         if first == end:
             return
-        if first < bounds.first:
-            raise GapError("it was trimmed or purged", first, bounds.first)
-        if end > bounds.last + 1:
+        is_trimmed = find_break(bounds, first) is StreamBreak.TRIMMED
+        if end > bounds.last + 1 and not is_trimmed:
             raise UsageError(
                 f"the log ends at sequence {bounds.last}; [{first}, {end}) goes beyond"
             )
+        require_continuation(bounds, first)
         consumer = PullConsumer(
             self._nc,
             self._stream,

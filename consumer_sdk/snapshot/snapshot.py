@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import CorruptData, GapError, NotAvailable, SnapshotFailed
 from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.reading.proof import find_break
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.stream import Frame, get_message, stream_bounds
 from consumer_sdk.snapshot.chunks import ChunkReader, ChunkRows
@@ -237,7 +238,7 @@ async def is_reusable(client: Client, meta: SnapshotMeta, options: dict[str, Any
     if schema.source != meta.source or progress is None or progress.epoch != meta.epoch:
         return False
     bounds = await stream_bounds(client.nc, meta.stream)
-    if bounds.created != meta.stream_created or bounds.first > meta.cdc_seq:
+    if find_break(bounds, meta.cdc_seq, meta.stream_created) is not None:
         return False
     return await count_chunks(client, meta.token, meta.snapshot_id) == meta.batch_count
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 
 from consumer_sdk.errors import GapError, NotAvailable, UnknownTable
+from consumer_sdk.reading.proof import StreamBreak, find_break
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.wire.subjects import format_table_name, table_token
 from spark_consumer.changes.change_columns import DELETED, SYNCED_AT
@@ -293,13 +294,14 @@ class TableSetup:
 
 def _require_continuity(name: str, position: LakePosition, bounds: LogBounds, epoch: int) -> None:
     wanted = position.stream_seq + 1
-    if position.stream_created != bounds.created:
+    found = find_break(bounds, wanted, position.stream_created)
+    if found is StreamBreak.RECREATED:
         reason = f"the stream that table {name} followed was recreated"
     elif position.epoch != epoch:
         reason = f"source {position.source} began epoch {epoch} after table {name} was written"
-    elif position.stream_seq > bounds.last:
+    elif found is StreamBreak.ENDS_BEFORE:
         reason = f"table {name} is at a newer position than the stream"
-    elif wanted < bounds.first:
+    elif found is StreamBreak.TRIMMED:
         reason = f"what follows the position of table {name} was trimmed or purged"
     else:
         return

@@ -25,7 +25,13 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from consumer_sdk.errors import GapError, UnknownTable
+from consumer_sdk.errors import UnknownTable
+from consumer_sdk.reading.proof import (
+    StreamBreak,
+    find_break,
+    require_continuation,
+    require_same_stream,
+)
 from consumer_sdk.wire.subjects import Subjects, format_table_name, table_token
 from spark_consumer.changes.column_mapping import spark_schema
 from spark_consumer.changes.table_shape import shape_of
@@ -193,8 +199,7 @@ class CdcBatchReader(_Reading, DataSourceReader):
 
 def first_wanted(options: CdcOptions, bounds: LogBounds, source: str) -> int:
     """The sequence after which a source is read, checked against what the stream holds."""
-    if options.created is not None and options.created != bounds.created:
-        raise GapError("the stream was recreated", (options.start.after or 0) + 1, bounds.first)
+    require_same_stream(bounds, (options.start.after or 0) + 1, options.created)
     after = options.start.sequence(source)
     if after is None:
         return bounds.last if options.start.word == "latest" else bounds.first - 1
@@ -202,15 +207,13 @@ def first_wanted(options: CdcOptions, bounds: LogBounds, source: str) -> int:
 
 
 def _checked(options: CdcOptions, bounds: LogBounds, after: int) -> int:
-    if after > bounds.last:
-        raise GapError("the stream ends before it", after + 1, bounds.first)
-    if after + 1 < bounds.first:
-        if options.fail_on_data_loss:
-            raise GapError("it was trimmed or purged", after + 1, bounds.first)
+    is_trimmed = find_break(bounds, after + 1) is StreamBreak.TRIMMED
+    if is_trimmed and not options.fail_on_data_loss:
         # Spark's reader process shows the event alone, without fields.
         lost = f"messages {after + 1} to {bounds.first - 1} are lost"
         note(logger, lost, level=logging.WARNING)
         return bounds.first - 1
+    require_continuation(bounds, after + 1)
     return after
 
 
@@ -332,9 +335,8 @@ class CdcStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailable
         return _checked(self.options, bounds, int(after))
 
     def _require_same_stream(self, offset: dict[str, Any], bounds: LogBounds) -> None:
-        if int(offset["created"]) != bounds.created:
-            first = min(offset["sequences"].values(), default=0)
-            raise GapError("the stream was recreated", int(first) + 1, bounds.first)
+        first = min(offset["sequences"].values(), default=0)
+        require_same_stream(bounds, int(first) + 1, int(offset["created"]))
 
     def _offset(self, sequences: Mapping[str, int]) -> dict[str, Any]:
         stream = Subjects(self.options.settings.prefix).cdc_stream
