@@ -2,8 +2,8 @@
 
 Real servers, started on first use, one of each per pytest worker:
 
-- `postgres_of(version)` (session): `bridge.embedded.servers.PostgresServer` of that version
-- `nats_server` (session): `bridge.embedded.servers.NatsServer`
+- `postgres_of(version)` (session): `bridge.embedded.PostgresServer` of that version
+- `nats_server` (session): `bridge.embedded.NatsServer`
 - `pg`: the PostgreSQL of this test, running even if the test before has killed it; version 18
   unless the test is decorated with `@both_versions` or `@versions_since(15)` (from
   `tests.fixtures.postgres`), or TAILRACE_POSTGRES names another

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bridge.demo.console import Console
     from bridge.demo.stream_watch import StreamWatch
     from bridge.demo.survey import Surveyor
-    from bridge.embedded.guarded_process import GuardedProcess
+    from bridge.embedded import GuardedProcess
 
 ARRIVAL_SECONDS: Final = 60.0
 MIRROR_SECONDS: Final = 120.0

@@ -19,8 +19,7 @@ import psycopg
 from bridge.demo import shop
 from bridge.demo.console import Console
 from bridge.demo.performance import Performance
-from bridge.embedded.guarded_process import LOOPBACK
-from bridge.embedded.servers import NatsServer, PostgresServer, free_port
+from bridge.embedded import LOOPBACK, NatsServer, PostgresServer, free_port
 from bridge.errors import SettingsError
 
 if TYPE_CHECKING:

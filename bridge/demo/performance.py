@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bridge.demo.console import Console
-    from bridge.embedded.guarded_process import GuardedProcess
+    from bridge.embedded import GuardedProcess
 
 DEFAULT_PORT: Final = 9090
 READY_SECONDS: Final = 60.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import bridge
-from bridge.embedded.guarded_process import GuardedProcess
+from bridge.embedded import GuardedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

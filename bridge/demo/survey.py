@@ -13,7 +13,7 @@ import psycopg
 from psycopg import sql
 
 from bridge.demo import shop
-from bridge.embedded.guarded_process import LOOPBACK
+from bridge.embedded import LOOPBACK
 
 if TYPE_CHECKING:
     from pathlib import Path

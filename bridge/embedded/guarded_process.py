@@ -167,11 +167,17 @@ def free_port() -> int:
     """A loopback port that nobody listens on and that no outgoing connection will be given."""
     for _ in range(1000):
         port = random.choice(PORT_RANGE)
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
-                continue
+        if port_is_free(port):
             return port
     raise ServerError(f"no free port between {PORT_RANGE.start} and {PORT_RANGE.stop}")
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on the loopback port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sysconfig
 import tempfile
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -20,6 +21,7 @@ from bridge.embedded.guarded_process import (
     free_port,
     poll_until,
 )
+from bridge.embedded.server import EmbeddedServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,13 +29,15 @@ if TYPE_CHECKING:
 PROGRAM: Final = "nats-server"
 
 
-class NatsServer:
+class NatsServer(EmbeddedServer):
     """A nats-server with JetStream on a free loopback port.
 
-    It survives `stop`, `kill` and `restart` on the same port with its store. `config` is text in
-    the server's configuration language, `jetstream` the contents of its JetStream block (None
-    switches JetStream off); both may be changed between starts.
+    `config` is text in the server's configuration language, `jetstream` the contents of its
+    JetStream block (None switches JetStream off); both may be changed between starts.
     """
+
+    stop_signal = signal.SIGTERM
+    discard_signal = signal.SIGKILL
 
     def __init__(
         self,
@@ -46,33 +50,17 @@ class NatsServer:
         port: int | None = None,
     ) -> None:
         self.name = name
-        self.host = LOOPBACK
-        self.port = port or free_port()
         self.monitor_port = free_port()
         self.config = config
         self.jetstream = None if jetstream is None else dict(jetstream)
-        # Once clients know the port, taking another one would be no restart.
-        self._port_is_known = port is not None
         self._binary = Path(binary) if binary else find_binary()
-        self._temporary = directory is None
-        self.directory = (
-            Path(tempfile.mkdtemp(prefix="tailrace-nats-"))
-            if directory is None
-            else Path(directory).resolve()
+        super().__init__(
+            PROGRAM,
+            Path(directory or tempfile.mkdtemp(prefix="tailrace-nats-")).resolve(),
+            "nats.log",
+            temporary=directory is None,
+            port=port,
         )
-        self.log_path = self.directory / "nats.log"
-        self._process: GuardedProcess | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def url(self) -> str:
@@ -88,105 +76,27 @@ class NatsServer:
         """Address of the monitoring endpoints."""
         return f"http://{self.host}:{self.monitor_port}"
 
-    @property
-    def pid(self) -> int:
-        """Process id of the server."""
-        if self._process is None or not self._process.running:
-            raise ServerError("nats-server is not running")
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the server is alive."""
-        return self._process is not None and self._process.running
-
-    def start(self, timeout: float = 30) -> None:
-        """Start the server; return when it is healthy, its streams recovered."""
-        self.launch()
-        self.wait_until_healthy(timeout)
-
-    def launch(self) -> None:
-        """Start the server without waiting, as members of a cluster have to."""
-        if self.running:
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._process = GuardedProcess(
-            PROGRAM,
-            [self._binary, "--config", self._write_configuration()],
-            log_path=self.log_path,
-            stop_signal=signal.SIGKILL if self._temporary else signal.SIGTERM,
-            remove_if_orphaned=self.directory if self._temporary else None,
-        )
-
-    def wait_until_healthy(self, timeout: float = 30) -> None:
-        """Return when the server says that it is healthy; raise with its log if it does not."""
-        for _ in range(5):
-            assert self._process is not None
-            poll_until(self._settled, timeout)
-            if self._process.running and self._health() == http.client.OK:
-                self._port_is_known = True
-                return
-            if self._process.running:
-                raise self._process.failure(f"did not become healthy in {timeout:g} s")
-            if not self._port_was_taken():
-                raise self._process.failure("ended instead of becoming healthy")
-            self.port = self.port if self._port_is_known else free_port()
-            self.monitor_port = free_port()
-            self.launch()
-        raise ServerError("nats-server found no free port in five attempts")
-
-    def stop(self, timeout: float = 30) -> None:
-        """Shut down in order; raise if it takes longer."""
-        if self._process is None:
-            return
-        self._process.send_signal(signal.SIGTERM)
-        if not self._process.wait(timeout):
-            raise ServerError(f"nats-server did not shut down in {timeout:g} s")
-
-    def kill(self) -> None:
-        """SIGKILL the server, as a crash would."""
-        if self._process is not None:
-            self._process.kill()
-
-    def restart(self) -> None:
-        """Stop and start again on the same port, with the same store."""
-        self.stop()
-        self.start()
-
     def reload(self) -> None:
         """Have the running server take up a changed `config`."""
         self._write_configuration()
         if self._process is not None:
             self._process.send_signal(signal.SIGHUP)
 
-    def freeze(self) -> None:
-        """Suspend the server, so that it is there but does not answer."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let a frozen server go on."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        """Stop at any price; delete a temporary directory."""
-        if self._process is not None:
-            self.thaw()
-            self._process.send_signal(signal.SIGKILL if self._temporary else signal.SIGTERM)
-            if not self._process.wait(20):
-                self._process.kill()
-        if self._temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
-
     def monitor(self, path: str) -> Any:
         """Answer of a monitoring endpoint such as `/jsz?streams=true`, decoded."""
-        connection = http.client.HTTPConnection(self.host, self.monitor_port, timeout=5)
-        try:
+        with closing(self._monitor_connection(timeout=5)) as connection:
             connection.request("GET", path)
             return json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
+
+    def _start_process(self) -> GuardedProcess:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return GuardedProcess(
+            PROGRAM,
+            [self._binary, "--config", self._write_configuration()],
+            log_path=self.log_path,
+            stop_signal=self.discard_signal if self._temporary else self.stop_signal,
+            remove_if_orphaned=self._removed_if_orphaned,
+        )
 
     def _write_configuration(self) -> Path:
         path = self.directory / "nats.conf"
@@ -207,21 +117,24 @@ class NatsServer:
             lines.append("}")
         return "\n".join([*lines, self.config, ""])
 
-    def _settled(self) -> bool:
-        return not self.running or self._health() == http.client.OK
+    def _is_ready(self) -> bool:
+        # Healthy means that it has recovered its streams too.
+        with closing(self._monitor_connection(timeout=2)) as connection:
+            try:
+                connection.request("GET", "/healthz")
+                return connection.getresponse().status == http.client.OK
+            except OSError:
+                return False
 
-    def _health(self) -> int:
-        connection = http.client.HTTPConnection(self.host, self.monitor_port, timeout=2)
-        try:
-            connection.request("GET", "/healthz")
-            return connection.getresponse().status
-        except OSError:
-            return 0
-        finally:
-            connection.close()
+    def _monitor_connection(self, timeout: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.monitor_port, timeout=timeout)
 
-    def _port_was_taken(self) -> bool:
-        return "address already in use" in self.log_path.read_text(errors="replace")[-2000:]
+    def _ports(self) -> tuple[int, ...]:
+        return (self.port, self.monitor_port)
+
+    def _change_ports(self) -> None:
+        super()._change_ports()
+        self.monitor_port = free_port()
 
 
 class NatsCluster:
@@ -249,11 +162,10 @@ class NatsCluster:
         ]
 
     def __enter__(self) -> Self:
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.close)
             self.start()
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,20 +177,19 @@ class NatsCluster:
         return ",".join(server.url for server in self.servers)
 
     def start(self, timeout: float = 60) -> None:
-        """Start every member; return when all are healthy and JetStream has a leader.
+        """Start every member; return when JetStream has a leader that all members name.
 
-        All members must name the same one, and it must see all of them: a request is lost
-        without an answer as long as they do not.
+        The leader must see all of them: until then a request may get no answer.
         """
         for server in self.servers:
             server.launch()
         for server in self.servers:
-            server.wait_until_healthy(timeout)
+            server.wait_until_ready(timeout)
         if not poll_until(self._is_formed, timeout):
             raise ServerError(f"the NATS cluster elected no JetStream leader in {timeout:g} s")
 
     def close(self) -> None:
-        """Stop every member at any price; delete the temporary directories."""
+        """Stop every member, by force if it must be; delete the temporary directories."""
         for server in self.servers:
             server.close()
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
-import shutil
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 from psycopg import sql
 
 from bridge.embedded.account import account_for, reachable_tree, temporary_directory
-from bridge.embedded.guarded_process import (
-    LOOPBACK,
-    GuardedProcess,
-    ServerError,
-    free_port,
-    poll_until,
-)
+from bridge.embedded.guarded_process import GuardedProcess, ServerError, poll_until
+from bridge.embedded.server import EmbeddedServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +21,7 @@ if TYPE_CHECKING:
     from bridge.embedded.account import Account
 
 SUPERUSER: Final = "postgres"
+LOG_NAME: Final = "postgres.log"
 INITDB_SECONDS: Final = 180.0
 
 # Directory of each major version inside the wheel.
@@ -60,18 +55,23 @@ LONGEST_SOCKET_DIRECTORY: Final = 80
 
 
 class PostgresCluster:
-    """Everything of a server that stays on disk while the server does not run."""
+    """What stays on disk while the server does not run."""
 
     def __init__(
-        self, directory: Path, installation: Path, account: Account | None, *, temporary: bool
+        self,
+        directory: Path,
+        installation: Path,
+        account: Account | None,
+        *,
+        remove_if_orphaned: Path | None,
     ) -> None:
         self.directory = directory
         self.installation = installation
         self.account = account
         self.data_directory = directory / "data"
-        self.log_path = directory / "postgres.log"
+        self.log_path = directory / LOG_NAME
         self.password_path = directory / "password"
-        self._temporary = temporary
+        self._remove_if_orphaned = remove_if_orphaned
 
     def prepare(self) -> None:
         """Make the cluster unless the directory holds one already."""
@@ -146,7 +146,7 @@ class PostgresCluster:
             log_path=self.log_path,
             stop_signal=signal.SIGKILL,
             account=self.account,
-            remove_if_orphaned=self.directory if self._temporary else None,
+            remove_if_orphaned=self._remove_if_orphaned,
         )
         # Seconds of work, but more than a minute was seen on a crowded machine.
         if not initdb.wait(INITDB_SECONDS):
@@ -179,13 +179,15 @@ STOP_SIGNALS: Final = {
 }
 
 
-class PostgresServer:
+class PostgresServer(EmbeddedServer):
     """A PostgreSQL cluster on a free loopback port, with logical replication switched on.
 
-    It survives `stop`, `kill` and `restart` on the same port with its data. A temporary directory
-    is deleted by `close`; a given one is kept, and used again if it already holds a cluster.
-    `settings` may be changed between starts.
+    A given directory is used again if it already holds a cluster. `settings` may be changed
+    between starts.
     """
+
+    stop_signal = STOP_SIGNALS["fast"]
+    discard_signal = STOP_SIGNALS["immediate"]
 
     def __init__(
         self,
@@ -196,42 +198,20 @@ class PostgresServer:
         installation: Path | str | None = None,
     ) -> None:
         self.version = version
-        self.host = LOOPBACK
-        self.port = free_port()
         self.settings: dict[str, object] = {**DEFAULT_SETTINGS, **(settings or {})}
         tree = Path(installation) if installation else wheel_tree(version)
-        self._temporary = directory is None
         given = None if directory is None else Path(directory).resolve()
         account = account_for(given)
-        self.directory = given or temporary_directory(account)
-        self._cluster = PostgresCluster(self.directory, tree, account, temporary=self._temporary)
-        self.log_path = self._cluster.log_path
-        self._process: GuardedProcess | None = None
-        # Once clients know the port, taking another one would be no restart.
-        self._port_is_known = False
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the postmaster."""
-        if self._process is None or not self._process.running:
-            raise ServerError("PostgreSQL is not running")
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        """Whether the postmaster is alive."""
-        return self._process is not None and self._process.running
+        super().__init__(
+            f"PostgreSQL {version}",
+            given or temporary_directory(account),
+            LOG_NAME,
+            temporary=given is None,
+            port=None,
+        )
+        self._cluster = PostgresCluster(
+            self.directory, tree, account, remove_if_orphaned=self._removed_if_orphaned
+        )
 
     @property
     def password(self) -> str:
@@ -252,74 +232,9 @@ class PostgresServer:
         secret = f":{password}" if password is not None else ""
         return f"postgresql://{user}{secret}@{self.host}:{self.port}/{dbname}"
 
-    def start(self, timeout: float = 60) -> None:
-        """Start the server; return when it accepts connections."""
-        if self.running:
-            return
-        cluster = self._cluster
-        cluster.prepare()
-        for _ in range(5):
-            cluster.write_settings(
-                {**self.settings, "listen_addresses": self.host, "port": self.port}
-            )
-            self._process = GuardedProcess(
-                f"PostgreSQL {self.version}",
-                [self.bin_directory / "postgres", "-D", cluster.data_directory],
-                log_path=self.log_path,
-                stop_signal=STOP_SIGNALS["immediate"],
-                account=cluster.account,
-                remove_if_orphaned=self.directory if self._temporary else None,
-            )
-            poll_until(self._settled, timeout)
-            if self._accepts_connections():
-                self._port_is_known = True
-                return
-            if self._process.running:
-                self._process.kill()
-                raise self._process.failure(f"did not become ready in {timeout:g} s")
-            if self._port_is_known or not self._port_was_taken():
-                raise self._process.failure("ended instead of becoming ready")
-            self.port = free_port()
-        raise ServerError("PostgreSQL found no free port in five attempts")
-
-    def stop(self, mode: str = "fast", timeout: float = 30) -> None:
+    def stop(self, timeout: float = 30, *, mode: str = "fast") -> None:
         """Shut down in the given mode (smart, fast or immediate); raise if it takes longer."""
-        if self._process is None:
-            return
-        self._process.send_signal(STOP_SIGNALS[mode])
-        if not self._process.wait(timeout):
-            raise ServerError(f"PostgreSQL did not finish a {mode} shutdown in {timeout:g} s")
-
-    def kill(self) -> None:
-        """SIGKILL the postmaster and all its children, as a crash would."""
-        if self._process is not None:
-            self._process.kill()
-
-    def restart(self, mode: str = "fast", timeout: float = 30) -> None:
-        """Stop and start again on the same port, with the same data."""
-        self.stop(mode, timeout)
-        self.start()
-
-    def freeze(self) -> None:
-        """Suspend every process of the server, so that it is there but does not answer."""
-        if self._process is not None:
-            self._process.signal_tree(signal.SIGSTOP)
-
-    def thaw(self) -> None:
-        """Let a frozen server go on."""
-        if self._process is not None:
-            self._process.signal_tree(signal.SIGCONT)
-
-    def close(self) -> None:
-        """Stop at any price; delete a temporary directory."""
-        if self._process is not None:
-            self.thaw()
-            mode = "immediate" if self._temporary else "fast"
-            self._process.send_signal(STOP_SIGNALS[mode])
-            if not self._process.wait(20):
-                self._process.kill()
-        if self._temporary:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        self._stop_by(STOP_SIGNALS[mode], timeout)
 
     def create_database(self, name: str) -> str:
         """Create a database and return its connection string."""
@@ -340,20 +255,21 @@ class PostgresServer:
                 sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
             )
 
-    def _accepts_connections(self) -> bool:
-        process = self._process
-        return (
-            process is not None
-            and process.running
-            and self._cluster.postmaster_state(process.pid) == "ready"
+    def _start_process(self) -> GuardedProcess:
+        cluster = self._cluster
+        cluster.prepare()
+        cluster.write_settings({**self.settings, "listen_addresses": self.host, "port": self.port})
+        return GuardedProcess(
+            self.title,
+            [self.bin_directory / "postgres", "-D", cluster.data_directory],
+            log_path=self.log_path,
+            stop_signal=self.discard_signal,
+            account=cluster.account,
+            remove_if_orphaned=self._removed_if_orphaned,
         )
 
-    def _settled(self) -> bool:
-        return not self.running or self._accepts_connections()
-
-    def _port_was_taken(self) -> bool:
-        tail = self.log_path.read_text(errors="replace")[-2000:]
-        return "could not create any TCP/IP sockets" in tail
+    def _is_ready(self) -> bool:
+        return self._cluster.postmaster_state(self._launched().pid) == "ready"
 
 
 def _drop_idle_slots(connection: psycopg.Connection, database: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from bridge.embedded.servers import NatsServer, PostgresServer
+from bridge.embedded import NatsServer, PostgresServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

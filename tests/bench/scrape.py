@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bridge.embedded.servers import free_port
+from bridge.embedded import free_port
 from tests.bench.throughput import Prepared, Workload, bridge_run
 
 if TYPE_CHECKING:

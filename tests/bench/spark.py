@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from bridge.embedded.servers import free_port
+from bridge.embedded import free_port
 from consumer_sdk.errors import UnknownTable
 from consumer_sdk.transport.settings import NatsSettings
 from spark_consumer.job.job import JobSettings, SparkJob

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
 

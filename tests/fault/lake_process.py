@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from deltalake import DeltaTable
 from deltalake.exceptions import TableNotFoundError
 
-from bridge.embedded.guarded_process import GuardedProcess
+from bridge.embedded import GuardedProcess
 from bridge.embedded.guardian import children
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.waiting import eventually

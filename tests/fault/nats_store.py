@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
 
 NO_LIMIT = resource.RLIM_INFINITY
 

@@ -174,7 +174,7 @@ async def test_postgres_can_shut_down_while_nats_is_away(scenario_on, pg):
     await eventually(lambda: not _is_active(scenario), 40, "the slot is let go")
     assert bridge.running
     load.stop()
-    pg.stop("fast", timeout=20)
+    pg.stop(timeout=20)
     pg.start()
     server.start()
     await eventually(lambda: _is_active(scenario), 60, "the slot is taken again")

@@ -246,7 +246,7 @@ async def test_a_database_restored_from_an_older_copy_is_announced(movable, over
     _write(scenario, 20, "of a history that never was")
     await scenario.drained()
     _stop(bridge)
-    server.stop("immediate")
+    server.stop(mode="immediate")
     _copy(copy, data)
     server.start()
     _write(scenario, 5, "after the restore")

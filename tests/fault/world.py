@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 import nats
 import psycopg
 
-from bridge.embedded.guarded_process import free_port
+from bridge.embedded import NatsCluster, NatsServer, PostgresServer, free_port
 from bridge.embedded.guardian import children
-from bridge.embedded.servers import NatsCluster, NatsServer, PostgresServer
 from tests.fault.judge import PATIENCE_SECONDS, Judge
 from tests.fault.lake_process import LakeProcess
 from tests.fault.scenario import Scenario, ignore

@@ -75,7 +75,7 @@ async def test_restarts_of_postgresql_lose_nothing_and_are_counted(
     create(database)
     bridge = bridge_process()
     write(database, 3)
-    pg.restart("fast")
+    pg.restart()
     write(database, 30)
     wait_until(lambda: bridge.status()["reconnect_count"] == 1, 30)
     # A crash right behind a commit: what was not confirmed comes again.

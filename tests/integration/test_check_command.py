@@ -14,7 +14,7 @@ from tests.fixtures.postgres import versions_since
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.embedded.servers import NatsServer, PostgresServer
+    from bridge.embedded import NatsServer, PostgresServer
     from tests.fixtures.postgres import Database
 
 

@@ -23,7 +23,7 @@ from tests.fixtures.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.embedded.servers import NatsServer, PostgresServer
+    from bridge.embedded import NatsServer, PostgresServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
 
-    from bridge.embedded.servers import NatsCluster, NatsServer
+    from bridge.embedded import NatsCluster, NatsServer
 
 SECOND = 1_000_000_000
 SOUND: dict[str, Any] = {

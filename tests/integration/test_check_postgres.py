@@ -22,7 +22,7 @@ from bridge.preflight.postgres import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.embedded.servers import PostgresServer
+    from bridge.embedded import PostgresServer
     from tests.fixtures.postgres import Database
 
 

@@ -18,16 +18,15 @@ import pytest
 import yaml
 from nats.js.errors import APIError
 
-from bridge.embedded.guarded_process import GuardedProcess
+from bridge.embedded import GuardedProcess, free_port
 from bridge.embedded.nats import find_binary
-from bridge.embedded.servers import free_port
 from tests.fixtures.bridge_process import BridgeProcess, clean_environment
 from tests.fixtures.waiting import eventually, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bridge.embedded.servers import PostgresServer
+    from bridge.embedded import PostgresServer
 
 COMPOSE = Path(__file__).resolve().parents[2] / "compose"
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((COMPOSE / "compose.yaml").read_text())[

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.mirror import MirrorProcess
     from tests.fixtures.postgres import Database

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from bridge.embedded.guarded_process import LOOPBACK
+from bridge.embedded import LOOPBACK
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.demo import BRIDGE
 from tests.fixtures.waiting import wait_until

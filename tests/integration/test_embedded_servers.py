@@ -17,10 +17,10 @@ import psycopg
 import pytest
 from nats.js.api import StreamConfig
 
+from bridge.embedded import NatsServer, PostgresServer, ServerError, free_port
 from bridge.embedded.account import account_for, reachable_tree, temporary_directory
 from bridge.embedded.guarded_process import process_alive
 from bridge.embedded.postgres import wheel_tree
-from bridge.embedded.servers import NatsServer, PostgresServer, ServerError, free_port
 from tests.fixtures.bridge_process import REPOSITORY
 from tests.fixtures.postgres import both_versions
 from tests.fixtures.waiting import wait_until
@@ -28,13 +28,13 @@ from tests.fixtures.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.embedded.servers import NatsCluster
+    from bridge.embedded import NatsCluster
     from tests.fixtures.postgres import Database
 
 # Starts both servers, says where they are, and waits to be ended.
 OWNER = """
 import os, sys, time
-from bridge.embedded.servers import NatsServer, PostgresServer
+from bridge.embedded import NatsServer, PostgresServer
 with PostgresServer(18) as postgres, NatsServer() as broker:
     print(os.getpid(), postgres.pid, broker.pid, postgres.directory, broker.directory, flush=True)
     time.sleep(600)

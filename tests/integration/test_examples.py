@@ -24,7 +24,7 @@ from tests.fixtures.waiting import wait_until, whole_lines
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
 

@@ -16,7 +16,7 @@ from tests.fixtures.publisher import Publisher, ids, read_events
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
 
 
 async def test_a_purged_stream_is_a_gap(publisher: Publisher, client: Client) -> None:

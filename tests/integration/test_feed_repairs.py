@@ -20,7 +20,7 @@ from tests.fixtures.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.embedded.servers import NatsCluster, NatsServer
+    from bridge.embedded import NatsCluster, NatsServer
     from consumer_sdk.reading.pull import PullConsumer
     from tests.fixtures.tcp_proxy import TcpProxy
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
 
-    from bridge.embedded.servers import NatsServer, PostgresServer
+    from bridge.embedded import NatsServer, PostgresServer
     from tests.fixtures.postgres import Database
     from tests.fixtures.tcp_proxy import TcpProxy
 

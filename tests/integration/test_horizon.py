@@ -11,7 +11,7 @@ from tests.fixtures.publisher import Publisher
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
 
 
 async def test_positions_of_another_epoch_say_nothing_of_this_one(

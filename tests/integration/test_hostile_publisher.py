@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from subprocess import CompletedProcess
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from consumer_sdk.client import Client
     from tests.fixtures.publisher import Publisher
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Iterator
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
 
     Run = Callable[..., subprocess.CompletedProcess[str]]
 

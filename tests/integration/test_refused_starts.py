@@ -14,7 +14,7 @@ from tests.fixtures.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.cdc_log import CdcLog
     from tests.fixtures.postgres import Database

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client as NatsClient
     from nats.aio.msg import Msg
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from consumer_sdk.client import Client
     from consumer_sdk.snapshot.request import SnapshotProgress
 

@@ -14,7 +14,7 @@ from tests.fixtures.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from consumer_sdk.wire.column_types import TableSchema
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database

@@ -20,7 +20,7 @@ from tests.fixtures.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.embedded.servers import PostgresServer
+    from bridge.embedded import PostgresServer
     from tests.fixtures.postgres import Database
     from tests.fixtures.snapshots import Holds, Snapshots
 

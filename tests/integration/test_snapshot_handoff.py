@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
 
-    from bridge.embedded.servers import NatsServer, PostgresServer
+    from bridge.embedded import NatsServer, PostgresServer
     from consumer_sdk.wire import Event
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.cdc_log import CdcLog

@@ -16,7 +16,7 @@ from tests.fixtures.waiting import eventually
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from bridge.embedded.servers import PostgresServer
+    from bridge.embedded import PostgresServer
     from tests.fixtures.postgres import Database
 
 MEGABYTE = 1024**2

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
 
 
 @pytest.fixture(scope="session")

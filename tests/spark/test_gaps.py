@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client as NatsClient
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
     from tests.spark.conftest import Jobs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from bridge.embedded.guarded_process import GuardedProcess
+from bridge.embedded import GuardedProcess
 from spark_consumer.lake.manifest import Manifest
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.waiting import wait_until
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
     from tests.spark.conftest import Jobs

@@ -17,7 +17,7 @@ from tests.spark.lake_oracle import lake_table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from tests.fixtures.postgres import Database
     from tests.spark.conftest import Jobs
 

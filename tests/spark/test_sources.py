@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client as NatsClient
     from pyspark.sql import DataFrame, SparkSession
 
-    from bridge.embedded.servers import NatsServer
+    from bridge.embedded import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.postgres import Database
 

@@ -92,7 +92,7 @@ async def kill_leader(world: World, rng: random.Random) -> None:
     server.kill()
     await world.wait(rng.uniform(0.5, 3))
     server.launch()
-    await asyncio.to_thread(server.wait_until_healthy, 90)
+    await asyncio.to_thread(server.wait_until_ready, 90)
 
 
 @fault("cluster: leader of the stream frozen", weight=3, needs="cluster")
@@ -118,7 +118,7 @@ async def restart_node(world: World, rng: random.Random) -> None:
     server = rng.choice(world.cluster.servers)
     await asyncio.to_thread(server.stop)
     server.launch()
-    await asyncio.to_thread(server.wait_until_healthy, 90)
+    await asyncio.to_thread(server.wait_until_ready, 90)
 
 
 @fault("cluster: a node restarted without what it had not synced", weight=3, needs="cluster")
@@ -129,7 +129,7 @@ async def lose_unsynced(world: World, rng: random.Random) -> None:
     drop_last_messages(server, world.scenario.subjects.cdc_stream, rng.choice((1, 10, 100)))
     await world.wait(rng.random() * 2)
     server.launch()
-    await asyncio.to_thread(server.wait_until_healthy, 90)
+    await asyncio.to_thread(server.wait_until_ready, 90)
 
 
 @fault("cluster: majority lost and back", weight=1, needs="cluster")
@@ -142,4 +142,4 @@ async def lose_majority(world: World, rng: random.Random) -> None:
     for server in servers:
         server.launch()
     for server in servers:
-        await asyncio.to_thread(server.wait_until_healthy, 90)
+        await asyncio.to_thread(server.wait_until_ready, 90)
