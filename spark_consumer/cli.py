@@ -16,8 +16,8 @@ from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.transport.version import __version__
 from spark_consumer.errors import SetupError
 from spark_consumer.lake.directory import lake_directory, require_place
-from spark_consumer.runtime.java_process import JavaProcess
-from spark_consumer.runtime.stop_signals import Interrupted, run_attended
+from spark_consumer.runtime.java import JavaProcess
+from spark_consumer.runtime.signals import Interrupted, run_attended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -221,8 +221,8 @@ class _Attempt:
 
         from spark_consumer.job.job import JobSettings, SparkJob
         from spark_consumer.job.table_setup import find_schemas, look_at_places
-        from spark_consumer.lake.delta_lake import DeltaLake
         from spark_consumer.lake.directory import sole_job
+        from spark_consumer.lake.embedded import EmbeddedDeltaLake
         from spark_consumer.runtime.logs import start_logging
         from spark_consumer.runtime.nats_thread import NatsThread
         from spark_consumer.runtime.session import open_session
@@ -245,7 +245,7 @@ class _Attempt:
             # Bad settings show in a second, not after Spark has started.
             schemas = nats.run(lambda client: find_schemas(client, tables))
         look_at_places(
-            DeltaLake(lake),
+            EmbeddedDeltaLake(lake),
             schemas,
             policy=options.unrepresentable,
             soft_deletes=options.soft_deletes,

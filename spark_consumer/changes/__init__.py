@@ -1,1 +1,1 @@
-"""Changes as columns, folded to one row per key."""
+"""Changes of a batch: decoded, staged as Parquet, folded to one row for each key."""

@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from pyspark.sql import functions as fn
-from pyspark.sql import types as st
 
-from spark_consumer.changes.change_columns import (
+from spark_consumer.changes.change_rows import (
     ARRIVES,
     COMMIT_LSN,
-    DELETED,
     GONE,
     KEEP,
     LEAVES,
@@ -28,54 +26,21 @@ from spark_consumer.changes.change_columns import (
     UNCHANGED,
     ChangeFacts,
 )
-from spark_consumer.changes.key_moves import with_traced_values
+from spark_consumer.lake.table_definition import DELETED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import DataType
 
 _NEWEST: Final = "_newest"
 _ROW: Final = "_row"
-
-
-def change_schema(columns: st.StructType, identity: Sequence[str]) -> st.StructType:
-    """The schema of changes to a table with these columns.
-
-    `_operation` is insert, update, delete or truncate; `_old` holds the old identity columns of an
-    UPDATE that changed one of them (of a table without key: of every UPDATE); `_unchanged` names
-    the columns that the UPDATE does not carry. A DELETE carries its identity columns at least.
-    """
-    old = st.StructType([columns[name] for name in identity])
-    return st.StructType(
-        [
-            st.StructField(COMMIT_LSN, st.LongType()),
-            st.StructField(SEQ, st.LongType()),
-            st.StructField(OPERATION, st.StringType()),
-            st.StructField(OLD, old),
-            st.StructField(UNCHANGED, st.ArrayType(st.StringType())),
-            *columns.fields,
-        ]
-    )
-
-
-def facts_of(changes: DataFrame) -> ChangeFacts:
-    """Look at the changes once."""
-    moved = fn.col(OLD).isNotNull()
-    row = changes.select(
-        fn.count("*"),
-        fn.max(fn.when(fn.col(OPERATION) == "truncate", fn.struct(COMMIT_LSN, SEQ))),
-        fn.max(moved),
-        fn.array_distinct(fn.flatten(fn.collect_set(UNCHANGED))),
-        fn.array_distinct(fn.flatten(fn.collect_set(fn.when(moved, fn.col(UNCHANGED))))),
-    ).collect()[0]
-    return ChangeFacts(
-        count=row[0],
-        truncated_at=None if row[1] is None else (row[1][0], row[1][1]),
-        moves=bool(row[2]),
-        unchanged=frozenset(row[3]),
-        moved_unchanged=frozenset(row[4]),
-    )
+_MOVE: Final = "_move"
+_ORIGIN: Final = "_origin"
+_FOUND: Final = "_found"
+_VALUE: Final = "_value"
+_NEXT: Final = "_next"
 
 
 def fold_keyed(
@@ -205,31 +170,106 @@ def fold_bag(changes: DataFrame, columns: Sequence[str], facts: ChangeFacts) -> 
     )
 
 
-def apply_keyed(
-    base: DataFrame, folded: DataFrame, key: Sequence[str], columns: Sequence[str]
+def with_traced_values(
+    folded: DataFrame,
+    slot: str,
+    steps: DataFrame,
+    name: str,
+    key: Sequence[str],
+    base: DataFrame | None,
 ) -> DataFrame:
-    """The table after the folded changes, by a join: what a sink's MERGE must give."""
-    values = [name for name in columns if name not in key]
-    new = folded.withColumnsRenamed({name: f"_new_{name}" for name in values})
-    kept = {
-        name: fn.coalesce(fn.array_contains(KEEP, name), fn.lit(False)) | fn.col(DELETED).isNull()
-        for name in values
-    }
-    joined = base.join(new, list(key), "full_outer").where(~fn.coalesce(DELETED, fn.lit(False)))
-    return joined.select(
-        *key,
-        *(
-            fn.when(kept[name], fn.col(name)).otherwise(fn.col(f"_new_{name}")).alias(name)
-            for name in values
-        ),
+    """Put into `slot` of each folded row the value of column `name` that came along with it.
+
+    `slot` is a struct with the position of the change that won and, as `origin`, the key the row
+    came from if that change left the value out.
+    """
+    links = _links(steps, name, key)
+    while not links.where(fn.col(_NEXT).isNotNull()).isEmpty():
+        links = _shortened(links)
+    traced = _values(links, name, key, base, steps.schema[name].dataType)
+    won = fn.col(slot)
+    joined = folded.withColumn(
+        _MOVE, fn.when(won["origin"].isNotNull(), _move_at(won[COMMIT_LSN], won[SEQ]))
+    ).join(traced, _MOVE, "left")
+    value = fn.when(won["origin"].isNotNull(), won.withField("value", fn.col(_VALUE)))
+    return joined.withColumn(slot, value.otherwise(won)).drop(_MOVE, _VALUE)
+
+
+def _move_at(commit_lsn: Column, seq: Column) -> Column:
+    return fn.struct(commit_lsn.alias(COMMIT_LSN), seq.alias(SEQ))
+
+
+def _links(steps: DataFrame, name: str, key: Sequence[str]) -> DataFrame:
+    """For each change of key that left the value out, where its row got the value before.
+
+    `_next` is an earlier such change of key; without it `_found` tells whether a change carried
+    the value, else it is in the table at `_origin`.
+    """
+    missing = fn.coalesce(fn.array_contains(UNCHANGED, name), fn.lit(False))
+    came_along = missing & fn.col(OLD).isNotNull()
+    history = steps.where(~fn.col(DELETED) & (~missing | came_along)).select(
+        fn.struct(*key).alias(_ORIGIN),
+        fn.struct(COMMIT_LSN, SEQ, STEP).alias("_since"),
+        fn.struct(fn.col(name).alias("value"), came_along.alias("moved")).alias(_FOUND),
+    )
+    moves = steps.where(~fn.col(DELETED) & came_along).select(
+        _move_at(fn.col(COMMIT_LSN), fn.col(SEQ)).alias(_MOVE),
+        fn.struct(*(fn.col(OLD)[column].alias(column) for column in key)).alias(_ORIGIN),
+        fn.struct(COMMIT_LSN, SEQ, fn.lit(LEAVES).alias(STEP)).alias("_until"),
+    )
+    before = fn.when(fn.col("_since") < fn.col("_until"), fn.struct("_since", _FOUND))
+    latest = (
+        moves.join(history, _ORIGIN, "left")
+        .groupBy(_MOVE, _ORIGIN)
+        .agg(fn.max(before).alias("_latest"))
+    )
+    since, found = fn.col("_latest")["_since"], fn.col("_latest")[_FOUND]
+    return latest.select(
+        _MOVE,
+        _ORIGIN,
+        found.isNotNull().alias(_FOUND),
+        found["value"].alias(_VALUE),
+        fn.when(found["moved"], _move_at(since[COMMIT_LSN], since[SEQ])).alias(_NEXT),
+    ).localCheckpoint(eager=True)
+
+
+def _shortened(links: DataFrame) -> DataFrame:
+    """Let each link skip its neighbour: chains halve with every call."""
+    target = links.select(
+        fn.col(_MOVE).alias(_NEXT),
+        fn.struct(_ORIGIN, _FOUND, _VALUE, fn.col(_NEXT).alias("_after")).alias("_target"),
+    )
+    linked = fn.col("_target").isNotNull()
+    jumped = fn.col("_target")
+    return (
+        links.join(target, _NEXT, "left")
+        .select(
+            _MOVE,
+            *(
+                fn.when(linked, jumped[part]).otherwise(fn.col(part)).alias(part)
+                for part in (_ORIGIN, _FOUND, _VALUE)
+            ),
+            jumped["_after"].alias(_NEXT),
+        )
+        .localCheckpoint(eager=True)
     )
 
 
-def apply_bag(base: DataFrame, net: DataFrame, columns: Sequence[str]) -> DataFrame:
-    """The table of equal rows after the folded changes."""
-    counted = base.select(*columns).withColumn(NET, fn.lit(1).cast("long"))
-    total = (
-        counted.unionByName(net.select(*columns, NET)).groupBy(*columns).agg(fn.sum(NET).alias(NET))
+def _values(
+    links: DataFrame, name: str, key: Sequence[str], base: DataFrame | None, type_: DataType
+) -> DataFrame:
+    lost = fn.raise_error(
+        fn.lit(f"column {name}: the row before a change of key is not in the table")
+    ).cast(type_)
+    if base is None:
+        known = fn.when(fn.col(_FOUND), fn.col(_VALUE)).otherwise(lost)
+        return links.select(_MOVE, known.alias(_VALUE))
+    origin = base.select(
+        fn.struct(*key).alias(_ORIGIN), fn.struct(fn.col(name).alias("value")).alias("_row")
     )
-    copies = fn.explode(fn.sequence(fn.lit(1).cast("long"), fn.col(NET)))
-    return total.where(fn.col(NET) > 0).withColumn("_copy", copies).select(*columns)
+    known = (
+        fn.when(fn.col(_FOUND), fn.col(_VALUE))
+        .when(fn.col("_row").isNotNull(), fn.col("_row")["value"])
+        .otherwise(lost)
+    )
+    return links.join(origin, _ORIGIN, "left").select(_MOVE, known.alias(_VALUE))

@@ -1,1 +1,1 @@
-"""The job: load tables, then apply changes batch by batch."""
+"""The job: load tables from snapshots, then apply batches of the stream."""

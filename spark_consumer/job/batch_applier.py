@@ -23,22 +23,21 @@ from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.envelope import CONTENT_TYPE, decode_payload
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import table_token
-from spark_consumer.changes.table_shape import evolve
+from spark_consumer.changes.staging import DecodingPlan, StagedChanges, stage_changes
 from spark_consumer.errors import SchemaChangeError
-from spark_consumer.job.staging import DecodingPlan, StagedChanges, stage_changes
-from spark_consumer.lake.manifest import ManifestEntry, SourceMark
+from spark_consumer.lake.records import ManifestEntry, SourceMark
+from spark_consumer.lake.table_definition import evolve
 from spark_consumer.runtime.logs import note
-from spark_consumer.source.stored_messages import BATCH, PROGRESS
+from spark_consumer.source.message_rows import BATCH, PROGRESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pyspark.sql import DataFrame
 
-    from spark_consumer.changes.column_values import Unrepresentable
     from spark_consumer.job.table_writer import KeptTable, TableWriter
-    from spark_consumer.lake.manifest import Manifest
-    from spark_consumer.lake.schema_archive import SchemaArchive
+    from spark_consumer.lake.column_values import Unrepresentable
+    from spark_consumer.lake.records import Manifest, SchemaArchive
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ class BatchApplier:
                 reason = f"source {progress.source} began epoch {progress.epoch}"
                 raise GapError(f"{reason} ({progress.gap})", position.stream_seq + 1, stream_seq)
             gap = gap_of(progress.document)
-            if gap is None or not gap.concerns(kept.shape.schema, kept.shape.table):
+            if gap is None or not gap.concerns(kept.definition.schema, kept.definition.table):
                 continue
             if progress.lsn < position.complete_at:
                 continue
@@ -201,7 +200,7 @@ class BatchApplier:
 
     def _evolve(self, kept: KeptTable, schema: TableSchema) -> None:
         try:
-            evolution = evolve(kept.shape, kept.schema, schema, self._policy)
+            evolution = evolve(kept.definition, kept.schema, schema, self._policy)
         except SchemaChangeError as error:
             if self._rebootstrap:
                 raise RebuildNeeded(kept, str(error)) from error
@@ -218,16 +217,18 @@ class BatchApplier:
         # Committed with its columns, so that a new column is told from one that comes back.
         kept.position = kept.position.moved_to(0, 0, schema.schema_version)
         if evolution.change == "rewrite":
-            self._writer.rewrite(kept, evolution.shape)
+            self._writer.rewrite(kept, evolution.definition)
         elif evolution.change == "add":
             known = set(kept.table.columns.names)
-            missing = [one for one in evolution.shape.columns if one.name not in known]
+            missing = [one for one in evolution.definition.columns if one.name not in known]
             kept.table.add_columns(missing, kept.position)
-        kept.shape, kept.schema = evolution.shape, schema
+        kept.definition, kept.schema = evolution.definition, schema
 
     def _plans(self) -> list[DecodingPlan]:
         return [
-            DecodingPlan(kept.token, kept.shape, dict(kept.schemas), kept.position, self._policy)
+            DecodingPlan(
+                kept.token, kept.definition, dict(kept.schemas), kept.position, self._policy
+            )
             for kept in self._tables
         ]
 

@@ -21,10 +21,9 @@ from spark_consumer.errors import LakeConflictError, SparkConsumerError
 from spark_consumer.job.batch_applier import BatchApplier, RebuildNeeded
 from spark_consumer.job.table_setup import TableSetup, find_schemas
 from spark_consumer.job.table_writer import TableWriter
-from spark_consumer.lake.delta_lake import DeltaLake
 from spark_consumer.lake.directory import sole_job
-from spark_consumer.lake.manifest import Manifest
-from spark_consumer.lake.schema_archive import SchemaArchive
+from spark_consumer.lake.embedded import EmbeddedDeltaLake
+from spark_consumer.lake.records import Manifest, SchemaArchive
 from spark_consumer.runtime.java import restored, root_cause
 from spark_consumer.runtime.logs import note
 from spark_consumer.runtime.nats_thread import NatsThread
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from consumer_sdk.transport.settings import NatsSettings
-    from spark_consumer.changes.column_values import Unrepresentable
     from spark_consumer.job.table_writer import KeptTable
+    from spark_consumer.lake.column_values import Unrepresentable
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class SparkJob:
     def __init__(self, spark: SparkSession, settings: JobSettings) -> None:
         self._spark = spark
         self._settings = settings
-        self._lake = DeltaLake(settings.lake)
+        self._lake = EmbeddedDeltaLake(settings.lake)
         self._own = Path(self._lake.directory, "_tailrace")
         self._archive = SchemaArchive(self._lake.directory)
         self._manifest = Manifest(self._lake.directory)
@@ -129,7 +128,7 @@ class SparkJob:
                     self._follow(nats, tables)
                 except RebuildNeeded as needed:
                     note(logger, "table is rebuilt", table=needed.table.name, reason=needed.reason)
-                    rebuild.add((needed.table.shape.schema, needed.table.shape.table))
+                    rebuild.add((needed.table.definition.schema, needed.table.definition.table))
                 except GapError as gap:
                     if not self._settings.rebootstrap:
                         raise

@@ -14,21 +14,22 @@ from consumer_sdk.errors import GapError, NotAvailable, UnknownTable
 from consumer_sdk.reading.proof import StreamBreak, find_break
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.wire.subjects import format_table_name, table_token
-from spark_consumer.changes.change_columns import DELETED, SYNCED_AT
-from spark_consumer.changes.column_mapping import arrow_type, can_be_unrepresentable
-from spark_consumer.changes.table_shape import (
+from spark_consumer.errors import LakeError, LakeOptionsError, SchemaChangeError
+from spark_consumer.job.progress_bar import JobWatch, ProgressBar
+from spark_consumer.job.snapshot_load import load_snapshot, position_of
+from spark_consumer.job.table_writer import KeptTable
+from spark_consumer.lake.column_mapping import arrow_type, can_be_unrepresentable
+from spark_consumer.lake.directory import require_table_place
+from spark_consumer.lake.table_definition import (
+    DELETED,
+    SYNCED_AT,
     TEXT_SUFFIX,
-    TableShape,
+    TableDefinition,
+    define,
     evolve,
     lake_columns,
     row_key,
-    shape_of,
 )
-from spark_consumer.errors import LakeError, LakeOptionsError, SchemaChangeError
-from spark_consumer.job.progress_bar import JobWatch, ProgressBar
-from spark_consumer.job.rebuild import load_snapshot, position_of
-from spark_consumer.job.table_writer import KeptTable
-from spark_consumer.lake.directory import require_table_place
 from spark_consumer.runtime.logs import note
 from spark_consumer.source.snapshot_source import take_snapshot
 
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
     from consumer_sdk.reading.log import LogBounds
     from consumer_sdk.transport.settings import NatsSettings
     from consumer_sdk.wire.column_types import TableSchema
-    from spark_consumer.changes.column_values import Unrepresentable
-    from spark_consumer.lake.lake import Lake, LakePosition, LakeTable
-    from spark_consumer.lake.schema_archive import SchemaArchive
+    from spark_consumer.lake.column_values import Unrepresentable
+    from spark_consumer.lake.lake_table import Lake, LakePosition, LakeTable
+    from spark_consumer.lake.records import SchemaArchive
     from spark_consumer.runtime.nats_thread import NatsThread
 
 logger = logging.getLogger(__name__)
@@ -222,23 +223,23 @@ class TableSetup:
             versions[schema.schema_version] = schema
         own = (DELETED, SYNCED_AT)
         columns = [field for field in table.columns if field.name not in own]
-        shape = TableShape(
+        definition = TableDefinition(
             schema.schema,
             schema.table,
             pa.schema(columns),
             row_key(current),
         )
         # Another policy for unrepresentable values may ask for further columns.
-        evolution = evolve(shape, current, current, self._policy)
+        evolution = evolve(definition, current, current, self._policy)
         if evolution.change == "add":
             known = set(table.columns.names)
-            missing = [one for one in evolution.shape.columns if one.name not in known]
+            missing = [one for one in evolution.definition.columns if one.name not in known]
             table.add_columns(missing, position)
         return KeptTable(
             table_token(schema.schema, schema.table),
             self._lake.table_root(schema.schema, schema.table),
             table,
-            evolution.shape,
+            evolution.definition,
             current,
             position,
             versions,
@@ -252,7 +253,7 @@ class TableSetup:
         meta, schema = self._nats.run(
             lambda client: take_snapshot(client, wanted, fresh=fresh, progress=bar.snapshot)
         )
-        shape = shape_of(schema, self._policy)
+        definition = define(schema, self._policy)
         root = self._lake.table_root(schema.schema, schema.table)
         with JobWatch(self._spark, f"bootstrap-{uuid.uuid4().hex}", bar.loading):
             files = load_snapshot(
@@ -260,7 +261,7 @@ class TableSetup:
                 self._settings,
                 meta,
                 schema,
-                shape,
+                definition,
                 root=root,
                 policy=self._policy,
                 soft_deletes=self._soft,
@@ -268,7 +269,7 @@ class TableSetup:
                 parallelism=self._parallelism,
             )
         position = position_of(meta, schema)
-        columns = lake_columns(shape, soft_deletes=self._soft, synced_at=self._stamped)
+        columns = lake_columns(definition, soft_deletes=self._soft, synced_at=self._stamped)
         self._archive.keep(schema)
         hold("spark-before-load-commit")
         if table is None:
@@ -289,7 +290,7 @@ class TableSetup:
         )
         token = table_token(schema.schema, schema.table)
         versions = self._archive.versions(schema.schema, schema.table, position.epoch)
-        return KeptTable(token, root, table, shape, schema, position, versions)
+        return KeptTable(token, root, table, definition, schema, position, versions)
 
 
 def _require_continuity(name: str, position: LakePosition, bounds: LogBounds, epoch: int) -> None:

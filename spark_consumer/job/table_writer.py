@@ -19,13 +19,13 @@ from pyspark.sql import Window
 from pyspark.sql import functions as fn
 
 from consumer_sdk.transport.holds import hold
-from spark_consumer.changes.change_batches import changes_schema
-from spark_consumer.changes.change_columns import DELETED, GONE, KEEP, NET, SYNCED_AT
-from spark_consumer.changes.column_mapping import spark_schema, spark_type
+from spark_consumer.changes.change_decoder import changes_schema
+from spark_consumer.changes.change_rows import GONE, KEEP, NET
 from spark_consumer.changes.fold import fold_bag, fold_keyed
-from spark_consumer.changes.table_shape import lake_columns
-from spark_consumer.lake.lake import MergePlan
+from spark_consumer.lake.column_mapping import spark_schema, spark_type
+from spark_consumer.lake.lake_table import MergePlan
 from spark_consumer.lake.parquet_files import DataFile, write_files
+from spark_consumer.lake.table_definition import DELETED, SYNCED_AT, lake_columns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
     from consumer_sdk.wire.column_types import TableSchema
-    from spark_consumer.changes.table_shape import TableShape
-    from spark_consumer.job.staging import StagedChanges
-    from spark_consumer.lake.lake import LakePosition, LakeTable
+    from spark_consumer.changes.staging import StagedChanges
+    from spark_consumer.lake.lake_table import LakePosition, LakeTable
+    from spark_consumer.lake.table_definition import TableDefinition
 
 _OWN = (DELETED, SYNCED_AT)
 _SMALL_BATCH = 50_000
@@ -48,7 +48,7 @@ class KeptTable:
     token: str
     root: str
     table: LakeTable
-    shape: TableShape
+    definition: TableDefinition
     schema: TableSchema
     position: LakePosition
     schemas: dict[int, TableSchema] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class KeptTable:
     @property
     def name(self) -> str:
         """The table as SQL spells it."""
-        return self.shape.name
+        return self.definition.name
 
 
 class TableWriter:
@@ -80,34 +80,34 @@ class TableWriter:
         if not staged.facts.count:
             hold("spark-before-commit")
             kept.table.advance(position)
-        elif kept.shape.is_bag:
+        elif kept.definition.is_bag:
             self._apply_bag(kept, staged, position, now_us)
         else:
             self._apply_keyed(kept, staged, position, now_us)
         kept.position = position
 
-    def columns(self, shape: TableShape) -> pa.Schema:
+    def columns(self, definition: TableDefinition) -> pa.Schema:
         """The columns of a table in the lake."""
-        return lake_columns(shape, soft_deletes=self._soft, synced_at=self._stamped)
+        return lake_columns(definition, soft_deletes=self._soft, synced_at=self._stamped)
 
-    def rewrite(self, kept: KeptTable, shape: TableShape) -> None:
+    def rewrite(self, kept: KeptTable, definition: TableDefinition) -> None:
         """Give the whole table wider types; rows and position stay as they are."""
         rows = self._frame(kept)
-        present = kept.shape.plain_names
+        present = kept.definition.plain_names
         widened = [
             (fn.col(present[name]) if name in present else fn.lit(None))
-            .cast(spark_type(shape.columns.field(name).type))
+            .cast(spark_type(definition.columns.field(name).type))
             .alias(plain)
-            for name, plain in shape.plain_names.items()
+            for name, plain in definition.plain_names.items()
         ]
-        files = self._write(kept, rows.select(*widened, *self._own_of(rows)), shape)
+        files = self._write(kept, rows.select(*widened, *self._own_of(rows)), definition)
         hold("spark-before-commit")
-        kept.table.replace(files, self.columns(shape), kept.position)
+        kept.table.replace(files, self.columns(definition), kept.position)
 
     def _frame(self, kept: KeptTable, files: Sequence[str] | None = None) -> DataFrame:
         """The table, or some of its files, under plain names."""
         stored = kept.table.columns
-        plain = kept.shape.plain_names
+        plain = kept.definition.plain_names
         schema = spark_schema(stored)
         paths = kept.table.data_files() if files is None else files
         if paths:
@@ -120,7 +120,7 @@ class TableWriter:
         )
 
     def _changes(self, kept: KeptTable, staged: StagedChanges) -> DataFrame:
-        schema = spark_schema(changes_schema(kept.shape))
+        schema = spark_schema(changes_schema(kept.definition))
         changes = self._spark.read.schema(schema).parquet(*staged.files)
         # One partition needs no shuffle, which costs a small batch more than its work.
         return changes.coalesce(1) if staged.facts.count < _SMALL_BATCH else changes
@@ -150,8 +150,8 @@ class TableWriter:
     def _apply_keyed(
         self, kept: KeptTable, staged: StagedChanges, position: LakePosition, now_us: int
     ) -> None:
-        plain = kept.shape.plain_names
-        key = [plain[name] for name in kept.shape.key]
+        plain = kept.definition.plain_names
+        key = [plain[name] for name in kept.definition.key]
         names = list(plain.values())
         truncated = staged.facts.truncated_at is not None
         looks_back = bool(staged.facts.moved_unchanged) and not truncated
@@ -183,8 +183,8 @@ class TableWriter:
         directory = f"{self._staging}/merge-{uuid.uuid4().hex}"
         rows.write.parquet(directory)
         plan = MergePlan(
-            key=kept.shape.key,
-            columns={name: plain.get(name, name) for name in self.columns(kept.shape).names},
+            key=kept.definition.key,
+            columns={name: plain.get(name, name) for name in self.columns(kept.definition).names},
             keepable=flags,
             deleted=None if self._soft else GONE,
         )
@@ -203,22 +203,22 @@ class TableWriter:
         now_us: int,
     ) -> None:
         """After a TRUNCATE: the rows that came later are the table."""
-        names = kept.shape.plain_names.values()
+        names = kept.definition.plain_names.values()
         live = folded if self._soft else folded.where(~fn.col(DELETED))
         rows = live.select(*names, *self._own(fn.col(DELETED), now_us))
         if self._soft:
             ended = self._ended(self._frame(kept), now_us).join(rows.select(*key), key, "left_anti")
             rows = rows.unionByName(ended.select(*rows.columns))
-        files = self._write(kept, rows, kept.shape)
+        files = self._write(kept, rows, kept.definition)
         hold("spark-before-commit")
-        kept.table.replace(files, self.columns(kept.shape), position)
+        kept.table.replace(files, self.columns(kept.definition), position)
 
     # tables without a key
 
     def _apply_bag(
         self, kept: KeptTable, staged: StagedChanges, position: LakePosition, now_us: int
     ) -> None:
-        names = list(kept.shape.plain_names.values())
+        names = list(kept.definition.plain_names.values())
         net = fold_bag(self._changes(kept, staged), names, staged.facts)
         # On disk: the heap is what the rewriting of files needs.
         net = net.persist(StorageLevel.DISK_ONLY)
@@ -231,16 +231,16 @@ class TableWriter:
                 if self._soft:
                     ended = self._ended(self._frame(kept), now_us)
                     rows = rows.unionByName(ended.select(*rows.columns))
-                files = self._write(kept, rows, kept.shape)
+                files = self._write(kept, rows, kept.definition)
                 hold("spark-before-commit")
-                kept.table.replace(files, self.columns(kept.shape), position)
+                kept.table.replace(files, self.columns(kept.definition), position)
                 return
             fewer = net.where(fn.col(NET) < 0).select(*names, (-fn.col(NET)).alias("_fewer"))
             touched = self._files_with(kept, fewer, names)
             if touched:
                 rest = self._without(self._frame(kept, touched), fewer, names)
                 rows = rows.unionByName(rest.select(*rows.columns))
-            files = self._write(kept, rows, kept.shape)
+            files = self._write(kept, rows, kept.definition)
             hold("spark-before-commit")
             kept.table.exchange(touched, files, position)
         finally:
@@ -270,10 +270,12 @@ class TableWriter:
         remaining = joined.where(fn.col("_fewer").isNull() | (fn.col("_copy") > fn.col("_fewer")))
         return remaining.select(*(numbered[name] for name in rows.columns))
 
-    def _write(self, kept: KeptTable, rows: DataFrame, shape: TableShape) -> list[DataFile]:
+    def _write(
+        self, kept: KeptTable, rows: DataFrame, definition: TableDefinition
+    ) -> list[DataFile]:
         """Write rows with plain names as files of the table."""
-        columns = self.columns(shape)
-        plain = shape.plain_names
+        columns = self.columns(definition)
+        plain = definition.plain_names
         named = rows.select(*(fn.col(plain.get(n, n)).alias(n) for n in columns.names))
         return write_files(named, kept.root, f"load-{uuid.uuid4().hex[:12]}", columns)
 

@@ -1,1 +1,1 @@
-"""Tables in the lake: Delta, positions, files."""
+"""The tables of the lake: their columns, positions and files, and the records beside them."""

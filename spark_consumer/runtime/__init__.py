@@ -1,1 +1,1 @@
-"""Java, the Spark session, signals and logs."""
+"""Java, the Spark session, signals, a connection to NATS."""

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from consumer_sdk.transport.holds import hold
 from spark_consumer.errors import SetupError
-from spark_consumer.runtime.java import prepare_java, root_cause
-from spark_consumer.runtime.java_process import JavaProcess, known_gateway
+from spark_consumer.runtime.java import JavaProcess, known_gateway, prepare_java, root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""Spark's data sources over CDC and INIT."""
+"""Spark's data sources over the streams CDC and INIT."""

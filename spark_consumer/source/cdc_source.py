@@ -33,18 +33,20 @@ from consumer_sdk.reading.proof import (
     require_same_stream,
 )
 from consumer_sdk.wire.subjects import Subjects, format_table_name, table_token
-from spark_consumer.changes.column_mapping import spark_schema
-from spark_consumer.changes.table_shape import shape_of
+from spark_consumer.lake.column_mapping import spark_schema
+from spark_consumer.lake.table_definition import define
 from spark_consumer.runtime.logs import note
 from spark_consumer.runtime.nats_thread import NatsThread
-from spark_consumer.source.event_rows import (
+from spark_consumer.source.message_rows import (
+    BATCH,
     ENVELOPE_SCHEMA,
+    MESSAGE_SCHEMA,
     envelope_batches,
+    read_messages,
     typed_batches,
     typed_schema,
 )
 from spark_consumer.source.options import CdcOptions
-from spark_consumer.source.stored_messages import BATCH, MESSAGE_SCHEMA, read_messages
 from spark_consumer.source.transaction_ends import BatchEnds
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ class CdcSource(DataSource):
             return spark_schema(ENVELOPE_SCHEMA)
         table = _typed_table(options)
         assert table is not None
-        return spark_schema(typed_schema(shape_of(table, options.policy)))
+        return spark_schema(typed_schema(define(table, options.policy)))
 
     def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002
         options = CdcOptions.parse(self.options)

@@ -19,7 +19,7 @@ from consumer_sdk.wire.subjects import Subjects
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from spark_consumer.changes.column_values import Unrepresentable
+    from spark_consumer.lake.column_values import Unrepresentable
 
 Form = Literal["envelope", "typed", "message"]
 FORMS: Final = ("envelope", "typed", "message")

@@ -4,28 +4,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from consumer_sdk.errors import NotAvailable, SnapshotFailed
+from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
+from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.snapshot.chunks import read_arrow
+from consumer_sdk.snapshot.snapshot import Snapshot, SnapshotMeta
+from consumer_sdk.wire.compression import decompress
+from consumer_sdk.wire.envelope import (
+    ARROW,
+    CHUNK_SHA256,
+    CONTENT_ENCODING,
+    CONTENT_TYPE,
+    DICTIONARY,
+)
+from consumer_sdk.wire.errors import MISFITS, WireError
+from consumer_sdk.wire.jsonb import jsonb_text
 from consumer_sdk.wire.subjects import format_table_name
-from spark_consumer.changes.column_mapping import spark_schema
-from spark_consumer.changes.table_shape import shape_of
+from spark_consumer.lake.column_mapping import spark_schema
+from spark_consumer.lake.column_values import ColumnWriter, wire_text
+from spark_consumer.lake.table_definition import TEXT_SUFFIX, define
 from spark_consumer.runtime.nats_thread import NatsThread
 from spark_consumer.source.options import SnapshotOptions
-from spark_consumer.source.snapshot_chunks import ChunkDecoder, read_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
-    import pyarrow as pa
     from pyspark.sql.types import StructType
 
     from consumer_sdk.client import Client
+    from consumer_sdk.reading.log import Frame
+    from consumer_sdk.snapshot.chunks import ChunkRows
     from consumer_sdk.snapshot.request import SnapshotProgress
     from consumer_sdk.snapshot.snapshot import SnapshotMeta
+    from consumer_sdk.transport.settings import NatsSettings
     from consumer_sdk.wire.column_types import TableSchema
+    from spark_consumer.lake.column_values import Unrepresentable
+    from spark_consumer.lake.table_definition import TableDefinition
+
 
 _ATTEMPTS = 5
 
@@ -87,7 +106,7 @@ class SnapshotSource(DataSource):
         options = SnapshotOptions.parse(self.options)
         with NatsThread(options.settings) as nats:
             schema = nats.run(lambda client: client.schema(options.table))
-        return spark_schema(shape_of(schema, options.policy).columns)
+        return spark_schema(define(schema, options.policy).columns)
 
     def reader(self, schema: StructType) -> DataSourceReader:  # noqa: ARG002
         return SnapshotReader(SnapshotOptions.parse(self.options))
@@ -112,8 +131,150 @@ class SnapshotReader(DataSourceReader):
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, ChunkRange)
-        shape = shape_of(partition.schema, self.options.policy)
-        decoder = ChunkDecoder(shape, partition.schema, self.options.policy)
+        definition = define(partition.schema, self.options.policy)
+        decoder = ChunkDecoder(definition, partition.schema, self.options.policy)
         numbers = range(partition.first, partition.end)
         for _, _, batch in read_chunks(self.options.settings, partition.meta, numbers, decoder):
             yield batch
+
+
+class ChunkDecoder:
+    """Turns the chunks of one snapshot into batches of the definition's columns.
+
+    `key` names the columns by which rows will be found, if they will.
+    """
+
+    def __init__(
+        self,
+        definition: TableDefinition,
+        schema: TableSchema,
+        policy: Unrepresentable,
+        key: Container[str] = (),
+    ) -> None:
+        self._definition = definition
+        self._writers = {
+            column.name: ColumnWriter(
+                definition.name,
+                column.name,
+                definition.columns.field(column.name).type,
+                policy=policy,
+                is_key=column.name in key,
+            )
+            for column in schema.columns
+        }
+        self._json = tuple(c.name for c in schema.columns if c.family in ("json", "jsonb"))
+
+    def from_rows(self, chunk: ChunkRows) -> pa.RecordBatch:
+        """A batch from rows."""
+        arrays: dict[str, pa.Array] = {}
+        try:
+            for index, row in enumerate(chunk):
+                raw = chunk.raw(index)
+                for name in self._json:
+                    if name not in raw and row[name] is not None:
+                        row[name] = jsonb_text(row[name])
+            columns = {name: [row[name] for row in chunk] for name in self._writers}
+        except MISFITS as error:
+            raise CorruptData(
+                f"a chunk of table {self._definition.name} does not have its columns: {error!r}"
+            ) from error
+        for name, writer in self._writers.items():
+            arrays[name], texts = writer.write(
+                columns[name],
+                lambda index: self._describe(chunk[index]),
+            )
+            if texts is not None:
+                arrays[name + TEXT_SUFFIX] = texts
+        return self._finished(arrays, len(chunk))
+
+    def from_arrow(self, batch: pa.RecordBatch, odd: dict[str, dict[str, Any]]) -> pa.RecordBatch:
+        """A batch from an Arrow chunk; `odd` holds what its columns cannot."""
+        arrays: dict[str, pa.Array] = {}
+
+        def describe(index: int) -> str:
+            named = {name: batch.column(name)[index].as_py() for name in batch.schema.names}
+            return self._describe(named)
+
+        for name, writer in self._writers.items():
+            if name not in batch.schema.names:
+                raise CorruptData(f"a chunk of table {self._definition.name} lacks column {name}")
+            array = batch.column(name)
+            if array.type != writer.type:
+                array, texts = writer.write(array.to_pylist(), describe)
+                if texts is not None:
+                    arrays[name + TEXT_SUFFIX] = texts
+            arrays[name] = array
+            strange = odd.get(name)
+            if not strange:
+                continue
+            if writer.policy == "error":
+                row, value = next(iter(strange.items()))
+                raise writer.refused(value, describe(int(row)))
+            if writer.policy == "text":
+                kept: list[str | None] = [None] * batch.num_rows
+                for row, value in strange.items():
+                    kept[int(row)] = wire_text(value)
+                arrays[name + TEXT_SUFFIX] = pa.array(kept, pa.string())
+        return self._finished(arrays, batch.num_rows)
+
+    def _finished(self, arrays: dict[str, pa.Array], count: int) -> pa.RecordBatch:
+        return pa.RecordBatch.from_arrays(
+            [
+                arrays.get(field.name, pa.nulls(count, field.type))
+                for field in self._definition.columns
+            ],
+            schema=self._definition.columns,
+        )
+
+    def _describe(self, row: dict[str, Any]) -> str:
+        key = self._definition.key or tuple(row)[:3]
+        return "(" + ", ".join(f"{name}={row.get(name)}" for name in key) + ")"
+
+
+def read_chunks(
+    settings: NatsSettings,
+    meta: SnapshotMeta,
+    numbers: Iterable[int],
+    decoder: ChunkDecoder,
+    timeout: float = 60.0,
+) -> Iterator[tuple[int, str, pa.RecordBatch]]:
+    """Number, sha256 and rows of some chunks, each verified; own connection, closed at the end."""
+    with NatsThread(settings, timeout) as nats:
+        snapshot = Snapshot(nats.client, meta, reused=True)
+        for number in numbers:
+            frame = nats.run(lambda _, number=number: snapshot.raw_chunk(number))  # type: ignore[misc]
+            headers = parse_headers(frame.headers) or {}
+            digest = headers[CHUNK_SHA256]
+            if headers.get(CONTENT_TYPE) == ARROW:
+                content = nats.run(lambda client, frame=frame: _content(client, frame))  # type: ignore[misc]
+                yield number, digest, _arrow_batch(number, content, meta, decoder)
+            else:
+                rows = nats.run(lambda _, number=number: snapshot.chunk(number))  # type: ignore[misc]
+                yield number, digest, decoder.from_rows(rows)
+
+
+async def _content(client: Client, frame: Frame) -> bytes:
+    headers = parse_headers(frame.headers) or {}
+    if headers.get(CONTENT_ENCODING) != "zstd":
+        return frame.payload
+    name = headers.get(DICTIONARY)
+    known = {name: await client.dictionary(name)} if name else {}
+    try:
+        return decompress(frame.payload, dictionary_id=name, dictionaries=known)
+    except WireError as error:
+        raise CorruptData(f"a snapshot chunk is damaged: {error}") from error
+
+
+def _arrow_batch(
+    number: int, content: bytes, meta: SnapshotMeta, decoder: ChunkDecoder
+) -> pa.RecordBatch:
+    try:
+        batch, document = read_arrow(content)
+    except WireError as error:
+        raise CorruptData(f"chunk {number}: {error}") from error
+    if document.get("snapshot_id") != meta.snapshot_id or document.get("chunk") != number:
+        raise CorruptData(f"chunk {number} of snapshot {meta.snapshot_id} is another one")
+    try:
+        return decoder.from_arrow(batch, document.get("odd") or {})
+    except (pa.ArrowException, *MISFITS) as error:
+        raise CorruptData(f"chunk {number}: damaged Arrow chunk: {error!r}") from error

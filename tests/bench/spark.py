@@ -18,13 +18,12 @@ import psycopg
 from bridge.embedded import free_port
 from consumer_sdk.errors import UnknownTable
 from consumer_sdk.transport.settings import NatsSettings
+from spark_consumer.changes.staging import DecodingPlan, stage_changes
 from spark_consumer.job.job import JobSettings, SparkJob
-from spark_consumer.job.staging import DecodingPlan, stage_changes
 from spark_consumer.job.table_setup import TableSetup
 from spark_consumer.job.table_writer import TableWriter
-from spark_consumer.lake.delta_lake import DeltaLake
-from spark_consumer.lake.manifest import Manifest
-from spark_consumer.lake.schema_archive import SchemaArchive
+from spark_consumer.lake.embedded import EmbeddedDeltaLake
+from spark_consumer.lake.records import Manifest, SchemaArchive
 from spark_consumer.runtime.nats_thread import NatsThread
 from spark_consumer.runtime.session import open_session
 from spark_consumer.source.cdc_source import CdcSource
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from consumer_sdk.wire.column_types import TableSchema
     from spark_consumer.job.table_writer import KeptTable
-    from spark_consumer.lake.manifest import ManifestEntry
+    from spark_consumer.lake.records import ManifestEntry
     from tests.bench.rig import Rig
 
 ROWS = 2_000_000
@@ -116,7 +115,7 @@ def _kept(spark: SparkSession, place: _Place) -> Iterator[tuple[KeptTable, NatsT
             spark,
             nats,
             place.nats,
-            DeltaLake(place.lake),
+            EmbeddedDeltaLake(place.lake),
             SchemaArchive(place.lake),
             policy="error",
             soft_deletes=False,
@@ -188,7 +187,7 @@ def _apply(
             .option("partitions", str(2 * (os.cpu_count() or 2)))
             .load()
         )
-        plan = DecodingPlan(kept.token, kept.shape, kept.schemas, position, "error")
+        plan = DecodingPlan(kept.token, kept.definition, kept.schemas, position, "error")
         began = time.perf_counter()
         staged = stage_changes(messages, [plan], staging)[kept.token]
         decode = time.perf_counter() - began
@@ -197,7 +196,7 @@ def _apply(
         rewrites, applies = [], []
         for attempt in range(repeats + 1):
             # Each time onto the same version of the table.
-            lake = DeltaLake(str(place.directory / f"lake-{uuid.uuid4().hex}"))
+            lake = EmbeddedDeltaLake(str(place.directory / f"lake-{uuid.uuid4().hex}"))
             shutil.copytree(place.lake, lake.directory)
             table = lake.find("public", TABLE)
             assert table is not None

@@ -39,11 +39,11 @@ from consumer_sdk.verify.fold import Fold
 from consumer_sdk.verify.table_side import TableLayout
 from consumer_sdk.wire import Subjects
 from consumer_sdk.wire.column_types import Column, TableSchema
-from spark_consumer.changes.change_batches import ChangeDecoder
-from spark_consumer.changes.table_shape import shape_of
-from spark_consumer.lake.lake import LakePosition
-from spark_consumer.source.event_rows import envelope_batches, typed_batches
-from spark_consumer.source.snapshot_chunks import ChunkDecoder
+from spark_consumer.changes.change_decoder import ChangeDecoder
+from spark_consumer.lake.lake_table import LakePosition
+from spark_consumer.lake.table_definition import define
+from spark_consumer.source.message_rows import envelope_batches, typed_batches
+from spark_consumer.source.snapshot_source import ChunkDecoder
 from tests.property import mutated_documents as valid
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _tried(work: Callable[[], Any]) -> None:
 @encodings
 def test_a_change_may_be_spoilt_anywhere(as_json: bool, replica: Replica) -> None:
     store = Store(as_json)
-    shape = shape_of(USERS, "text")
+    definition = define(USERS, "text")
     kind = "application/json" if as_json else "application/msgpack"
     here = LakePosition("shop", 100, 1, 1, 60, 50, 1)
 
@@ -179,7 +179,7 @@ def test_a_change_may_be_spoilt_anywhere(as_json: bool, replica: Replica) -> Non
         if not subject.startswith(b"cdc.$"):
             _tried(lambda: list(envelope_batches(iter([batch]))))
             _tried(lambda: list(typed_batches(iter([batch]), USERS, "text")))
-            changes = ChangeDecoder(shape, {1: USERS}, here, "text")
+            changes = ChangeDecoder(definition, {1: USERS}, here, "text")
             _tried(lambda: [*changes.add(9, kind, payload), *changes.flush()])
         decoder = EventDecoder(
             store.subjects,
@@ -258,7 +258,7 @@ def test_a_schema_may_be_spoilt_anywhere(
                 with redirect_stdout(io.StringIO()) as shown:
                     _complete(show(argparse.Namespace(table="users", json=json)))
                 _shown(shown.getvalue())
-        _tried(lambda: shape_of(schema, "text"))
+        _tried(lambda: define(schema, "text"))
         replica.load(schema, [])
 
     _each(valid.SCHEMA, as_json, read)
@@ -276,7 +276,7 @@ def test_progress_may_be_spoilt_anywhere(as_json: bool) -> None:
 @encodings
 def test_a_snapshot_may_be_spoilt_anywhere(as_json: bool, replica: Replica, tmp_path: Path) -> None:
     store: Any = Store(as_json)
-    spark = ChunkDecoder(shape_of(USERS, "text"), USERS, "text")
+    spark = ChunkDecoder(define(USERS, "text"), USERS, "text")
 
     def write(name: str, meta: Any, chunks: list[Any]) -> None:
         writer = open_writer(name)

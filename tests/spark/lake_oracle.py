@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 from psycopg import sql
 
 from consumer_sdk.wire.subjects import parse_table_name
-from spark_consumer.lake.delta_lake import DeltaLake
+from spark_consumer.lake.embedded import EmbeddedDeltaLake
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,9 @@ Rows = list[tuple[Any, ...]]
 
 def lake_table(lake: Path, table: str, version: int | None = None) -> DeltaTable:
     """A table of the lake, at some version."""
-    return DeltaTable(DeltaLake(str(lake)).table_root(*parse_table_name(table)), version=version)
+    return DeltaTable(
+        EmbeddedDeltaLake(str(lake)).table_root(*parse_table_name(table)), version=version
+    )
 
 
 def lake_rows(lake: Path, table: str, version: int | None = None) -> Rows:

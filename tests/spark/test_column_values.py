@@ -12,9 +12,9 @@ import pytest
 from consumer_sdk.errors import CorruptData
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.column_types import Column
-from spark_consumer.changes.column_mapping import arrow_type, spark_schema, widened
-from spark_consumer.changes.column_values import ColumnWriter
 from spark_consumer.errors import UnrepresentableError
+from spark_consumer.lake.column_mapping import arrow_type, spark_schema, widened
+from spark_consumer.lake.column_values import ColumnWriter
 
 INT4_ARRAY, NUMERIC_ARRAY, JSONB_ARRAY = 1007, 1231, 3807
 

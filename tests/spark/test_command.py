@@ -16,9 +16,9 @@ from deltalake import DeltaTable, write_deltalake
 from consumer_sdk.errors import GapError
 from spark_consumer import cli
 from spark_consumer.errors import LakeBusyError, SetupError
-from spark_consumer.lake.delta_lake import DeltaLake
 from spark_consumer.lake.directory import lake_directory, sole_job
-from spark_consumer.lake.lake import LakePosition
+from spark_consumer.lake.embedded import EmbeddedDeltaLake
+from spark_consumer.lake.lake_table import LakePosition
 from spark_consumer.runtime import java
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ def test_a_lake_in_the_wrong_place_or_shape_is_refused_before_spark_starts(
     assert "customers cannot be written: Not a directory" in refused(
         2, "customers", tmp_path / "occupied"
     )
-    lake = DeltaLake(str(tmp_path / "lake"))
+    lake = EmbeddedDeltaLake(str(tmp_path / "lake"))
     position = LakePosition("s", 1, 1, 1, 1, 1, 1)
     table = lake.create("public", "customers", [], pa.schema([("id", pa.int32())]), position)
     line = refused(2, "customers", tmp_path / "lake", "--soft-deletes")

@@ -9,15 +9,9 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import types as st
 
-from spark_consumer.changes.change_columns import ChangeFacts
-from spark_consumer.changes.fold import (
-    apply_bag,
-    apply_keyed,
-    change_schema,
-    facts_of,
-    fold_bag,
-    fold_keyed,
-)
+from spark_consumer.changes.change_rows import ChangeFacts
+from spark_consumer.changes.fold import fold_bag, fold_keyed
+from tests.spark.fold_model import apply_bag, apply_keyed, change_schema, facts_of
 from tests.spark.history_model import COLUMNS, KEY, BagHistory, KeyedHistory
 
 if TYPE_CHECKING:

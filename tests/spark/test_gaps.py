@@ -11,7 +11,7 @@ from deltalake import DeltaTable
 from consumer_sdk.errors import CorruptData, GapError
 from consumer_sdk.wire.subjects import Subjects
 from spark_consumer.errors import LakeError, LakeOptionsError, UnsuitableTableError
-from spark_consumer.lake.delta_lake import DeltaLake
+from spark_consumer.lake.embedded import EmbeddedDeltaLake
 from tests.fixtures.waiting import wait_until
 from tests.spark.lake_oracle import assert_same_rows, lake_table
 
@@ -148,7 +148,7 @@ def test_a_corrupt_message_stops_the_job_before_the_table_is_touched(
 def test_a_position_newer_than_the_stream_stops_the_job(
     users: BridgeProcess, jobs: Jobs, database: Database
 ) -> None:
-    table = DeltaLake(str(jobs.lake)).find("public", "users")
+    table = EmbeddedDeltaLake(str(jobs.lake)).find("public", "users")
     assert table is not None
     position = table.position(f"slot_{database.name}")
     assert position is not None

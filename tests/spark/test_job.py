@@ -11,8 +11,8 @@ from deltalake.exceptions import TableNotFoundError
 
 from consumer_sdk.wire.envelope import encode
 from spark_consumer.errors import SchemaChangeError, SparkConsumerError, UnrepresentableError
-from spark_consumer.lake.delta_lake import DeltaLake
-from spark_consumer.lake.manifest import Manifest
+from spark_consumer.lake.embedded import EmbeddedDeltaLake
+from spark_consumer.lake.records import Manifest
 from spark_consumer.runtime.nats_thread import NatsThread
 from tests.fixtures.waiting import wait_until
 from tests.spark.conftest import Jobs
@@ -195,7 +195,7 @@ def test_columns_announced_before_their_first_row_are_remembered(
     # Where a batch ends right behind the announcement, this is all there is of the new version.
     announced = _announce_column(jobs.nats, "users", "later")
     jobs.once("users")
-    table = DeltaLake(str(jobs.lake)).find("public", "users")
+    table = EmbeddedDeltaLake(str(jobs.lake)).find("public", "users")
     assert table is not None
     assert table.columns.names == ["id", "later"]
     position = table.position(f"slot_{database.name}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from consumer_sdk.wire.column_types import TableSchema
-from spark_consumer.lake import manifest as manifest_module
-from spark_consumer.lake.manifest import Manifest, ManifestEntry, SourceMark
-from spark_consumer.lake.schema_archive import SchemaArchive
+from spark_consumer.lake import records
+from spark_consumer.lake.records import Manifest, ManifestEntry, SchemaArchive, SourceMark
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +30,7 @@ def test_the_newest_entry_names_versions_that_belong_together(tmp_path: Path) ->
 def test_old_entries_go_and_half_written_ones_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest_module, "KEPT_ENTRIES", 3)
+    monkeypatch.setattr(records, "KEPT_ENTRIES", 3)
     manifest = Manifest(str(tmp_path))
     for version in range(1, 7):
         manifest.append(entry(version))

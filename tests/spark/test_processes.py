@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bridge.embedded import GuardedProcess
-from spark_consumer.lake.manifest import Manifest
+from spark_consumer.lake.records import Manifest
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.waiting import wait_until
 from tests.spark.lake_oracle import assert_same_rows, lake_table

@@ -13,8 +13,8 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from spark_consumer.errors import LakeConflictError, LakeError
-from spark_consumer.lake.delta_lake import DeltaLake, DeltaLakeTable
-from spark_consumer.lake.lake import LakePosition, MergePlan
+from spark_consumer.lake.embedded import EmbeddedDeltaLake, EmbeddedDeltaTable
+from spark_consumer.lake.lake_table import LakePosition, MergePlan
 from spark_consumer.lake.parquet_files import DataFile, ParquetWriter
 
 COLUMNS = pa.schema(
@@ -41,19 +41,19 @@ def files(root: str, *rows: tuple[Any, ...], columns: pa.Schema = COLUMNS) -> li
 
 
 @pytest.fixture
-def lake(tmp_path: Path) -> DeltaLake:
-    return DeltaLake(str(tmp_path))
+def lake(tmp_path: Path) -> EmbeddedDeltaLake:
+    return EmbeddedDeltaLake(str(tmp_path))
 
 
 @pytest.fixture
-def table(lake: DeltaLake) -> DeltaLakeTable:
+def table(lake: EmbeddedDeltaLake) -> EmbeddedDeltaTable:
     """Three rows at the first position."""
     root = lake.table_root("public", "users")
     rows = files(root, (1, "a", ["x"]), (2, "b", None), (3, "c", []))
     return lake.create("public", "users", rows, COLUMNS, START)
 
 
-def rows_of(table: DeltaLakeTable) -> list[tuple[Any, ...]]:
+def rows_of(table: EmbeddedDeltaTable) -> list[tuple[Any, ...]]:
     found = DeltaTable(table._root).to_pyarrow_table()
     columns = [column.to_pylist() for column in found.columns]
     return sorted(zip(*columns, strict=True))
@@ -68,7 +68,7 @@ def staged(*rows: tuple[Any, ...]) -> Any:
 
 
 def test_the_first_commit_holds_the_rows_and_the_position(
-    lake: DeltaLake, table: DeltaLakeTable
+    lake: EmbeddedDeltaLake, table: EmbeddedDeltaTable
 ) -> None:
     assert rows_of(table) == [(1, "a", ["x"]), (2, "b", None), (3, "c", [])]
     found = lake.find("public", "users")
@@ -79,7 +79,7 @@ def test_the_first_commit_holds_the_rows_and_the_position(
     assert found.version == 0
 
 
-def test_a_merge_updates_keeps_deletes_and_inserts_in_one_commit(table: DeltaLakeTable) -> None:
+def test_a_merge_updates_keeps_deletes_and_inserts_in_one_commit(table: EmbeddedDeltaTable) -> None:
     there = START.moved_to(20, 600, 2)
     rows = staged(
         (1, "A", None, True, False),
@@ -93,7 +93,7 @@ def test_a_merge_updates_keeps_deletes_and_inserts_in_one_commit(table: DeltaLak
     assert table.position("slot") == there
 
 
-def test_a_merge_that_changes_nothing_still_moves_the_position(table: DeltaLakeTable) -> None:
+def test_a_merge_that_changes_nothing_still_moves_the_position(table: EmbeddedDeltaTable) -> None:
     there = START.moved_to(20, 600)
     table.merge(staged((9, None, None, False, True)), PLAN, there)
     assert table.position("slot") == there
@@ -106,7 +106,7 @@ def test_positions_never_move_backwards() -> None:
     assert START.moved_to(50, 5) == replace(START, stream_seq=50)
 
 
-def test_files_are_exchanged_and_the_rest_stays(table: DeltaLakeTable) -> None:
+def test_files_are_exchanged_and_the_rest_stays(table: EmbeddedDeltaTable) -> None:
     (old,) = table.data_files()
     table.append(files(table._root, (7, "g", None)), START.moved_to(11, 0))
     table.exchange([old], files(table._root, (3, "c", [])), START.moved_to(12, 0))
@@ -114,7 +114,7 @@ def test_files_are_exchanged_and_the_rest_stays(table: DeltaLakeTable) -> None:
     assert table.position("slot") == START.moved_to(12, 0)
 
 
-def test_the_whole_table_is_replaced_with_other_columns(table: DeltaLakeTable) -> None:
+def test_the_whole_table_is_replaced_with_other_columns(table: EmbeddedDeltaTable) -> None:
     wider = pa.schema([("id", pa.decimal128(20, 0)), ("new", pa.int32())])
     table.replace(files(table._root, (1, 5), columns=wider), wider, START.moved_to(15, 0))
     assert table.columns == wider
@@ -125,7 +125,7 @@ def test_the_whole_table_is_replaced_with_other_columns(table: DeltaLakeTable) -
     assert table.position("slot") == there
 
 
-def test_the_position_survives_compaction_and_log_checkpoints(table: DeltaLakeTable) -> None:
+def test_the_position_survives_compaction_and_log_checkpoints(table: EmbeddedDeltaTable) -> None:
     for sequence in range(11, 41):
         table.append(files(table._root, (sequence, "x", None)), START.moved_to(sequence, 0))
     table.tend()
@@ -133,11 +133,11 @@ def test_the_position_survives_compaction_and_log_checkpoints(table: DeltaLakeTa
     assert len(raw.file_uris()) < 10
     raw.create_checkpoint()
     raw.cleanup_metadata()
-    assert DeltaLakeTable(table._root, "users").position("slot") == START.moved_to(40, 0)
+    assert EmbeddedDeltaTable(table._root, "users").position("slot") == START.moved_to(40, 0)
 
 
 def test_the_first_batch_of_a_short_run_compacts_what_others_have_left(
-    lake: DeltaLake, table: DeltaLakeTable
+    lake: EmbeddedDeltaLake, table: EmbeddedDeltaTable
 ) -> None:
     written = [file for n in range(11, 41) for file in files(table._root, (n, "x", None))]
     table.append(written, START.moved_to(40, 0))
@@ -149,7 +149,7 @@ def test_the_first_batch_of_a_short_run_compacts_what_others_have_left(
 
 
 def test_a_vacuum_now_and_then_takes_what_no_version_needs(
-    lake: DeltaLake, table: DeltaLakeTable
+    lake: EmbeddedDeltaLake, table: EmbeddedDeltaTable
 ) -> None:
     long_ago = time.time() - 30 * 86_400
     left_over = Path(table._root, files(table._root, (9, "left over", None))[0].path)
@@ -173,7 +173,7 @@ def test_a_vacuum_now_and_then_takes_what_no_version_needs(
     again.require_untampered()
 
 
-def test_a_restore_is_noticed(lake: DeltaLake, table: DeltaLakeTable) -> None:
+def test_a_restore_is_noticed(lake: EmbeddedDeltaLake, table: EmbeddedDeltaTable) -> None:
     table.append(files(table._root, (7, "g", None)), START.moved_to(11, 0))
     table.require_untampered()
     raw = DeltaTable(table._root)
@@ -187,7 +187,7 @@ def test_a_restore_is_noticed(lake: DeltaLake, table: DeltaLakeTable) -> None:
         found.require_untampered()
 
 
-def test_maintenance_by_others_is_no_tampering(table: DeltaLakeTable) -> None:
+def test_maintenance_by_others_is_no_tampering(table: EmbeddedDeltaTable) -> None:
     table.append(files(table._root, (7, "g", None)), START.moved_to(11, 0))
     raw = DeltaTable(table._root)
     raw.optimize.compact()
@@ -196,7 +196,7 @@ def test_maintenance_by_others_is_no_tampering(table: DeltaLakeTable) -> None:
 
 
 def test_files_optimized_by_others_meanwhile_are_never_left_beside_new_ones(
-    table: DeltaLakeTable,
+    table: EmbeddedDeltaTable,
 ) -> None:
     table.append(files(table._root, (4, "d", None)), START.moved_to(11, 0))
     (old, *_) = table.data_files()
@@ -218,21 +218,21 @@ def test_files_optimized_by_others_meanwhile_are_never_left_beside_new_ones(
     assert rows_of(table) == [(7, "g", None)]
 
 
-def test_another_table_in_the_place_is_left_alone(lake: DeltaLake) -> None:
+def test_another_table_in_the_place_is_left_alone(lake: EmbeddedDeltaLake) -> None:
     root = lake.table_root("public", "users")
     write_deltalake(root, pa.table({"x": [1]}))
     with pytest.raises(LakeError, match="holds another table"):
         lake.find("public", "users")
 
 
-def test_other_files_in_the_place_are_left_alone(lake: DeltaLake, tmp_path: Path) -> None:
+def test_other_files_in_the_place_are_left_alone(lake: EmbeddedDeltaLake, tmp_path: Path) -> None:
     (tmp_path / "users").mkdir()
     (tmp_path / "users" / "notes.txt").write_text("mine")
     with pytest.raises(LakeError, match=r"notes\.txt"):
         lake.find("public", "users")
 
 
-def test_leftovers_of_a_killed_load_are_not_adopted(lake: DeltaLake) -> None:
+def test_leftovers_of_a_killed_load_are_not_adopted(lake: EmbeddedDeltaLake) -> None:
     root = lake.table_root("public", "users")
     files(root, (1, "left over", None))
     assert lake.find("public", "users") is None
@@ -245,7 +245,7 @@ def test_leftovers_of_a_killed_load_are_not_adopted(lake: DeltaLake) -> None:
     assert rows_of(table) == [(2, "b", None)]
 
 
-def test_odd_names_have_directories_of_their_own(lake: DeltaLake) -> None:
+def test_odd_names_have_directories_of_their_own(lake: EmbeddedDeltaLake) -> None:
     roots = {
         lake.table_root(*name)
         for name in (("public", "a.b"), ("a", "b"), ("public", "a=b"), ("public", "A b"))
@@ -254,7 +254,7 @@ def test_odd_names_have_directories_of_their_own(lake: DeltaLake) -> None:
     assert not any("=" in root for root in roots)
 
 
-def test_data_files_tell_their_bounds(table: DeltaLakeTable) -> None:
+def test_data_files_tell_their_bounds(table: EmbeddedDeltaTable) -> None:
     (added,) = DeltaTable(table._root).get_add_actions(flatten=True).to_struct_array().to_pylist()
     assert (added["num_records"], added["min.id"], added["max.id"]) == (3, 1, 3)
     assert added["null_count.id"] == 0

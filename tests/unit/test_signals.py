@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from spark_consumer.runtime.stop_signals import Interrupted, run_attended
+from spark_consumer.runtime.signals import Interrupted, run_attended
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,12 +11,9 @@ OPERATION: Final = "_operation"
 OLD: Final = "_old"
 UNCHANGED: Final = "_unchanged"
 
-DELETED: Final = "_deleted"
 KEEP: Final = "_keep"
 NET: Final = "_net"
 GONE: Final = "_gone"
-
-SYNCED_AT: Final = "_synced_at"
 
 # Within one position a row first leaves its old key, then arrives at the new one.
 STEP: Final = "_step"

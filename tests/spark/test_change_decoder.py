@@ -11,11 +11,11 @@ from consumer_sdk.errors import CorruptData, GapError, VersionTooNew
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
-from spark_consumer.changes.change_batches import ChangeDecoder
-from spark_consumer.changes.change_columns import ChangeFacts
-from spark_consumer.changes.table_shape import evolve, shape_of
+from spark_consumer.changes.change_decoder import ChangeDecoder
+from spark_consumer.changes.change_rows import ChangeFacts
 from spark_consumer.errors import SchemaChangeError, UnrepresentableError
-from spark_consumer.lake.lake import LakePosition
+from spark_consumer.lake.lake_table import LakePosition
+from spark_consumer.lake.table_definition import define, evolve
 
 AT = LakePosition("slot", 1, 7, stream_seq=10, commit_lsn=500, complete_at=0, schema_version=1)
 
@@ -60,7 +60,7 @@ def decoded(
     policy: Any = "error",
 ) -> tuple[list[dict[str, Any]], ChangeFacts]:
     table = table or schema()
-    decoder = ChangeDecoder(shape_of(table, policy), {1: table}, AT, policy)
+    decoder = ChangeDecoder(define(table, policy), {1: table}, AT, policy)
     rows: list[dict[str, Any]] = []
     for sequence, document in enumerate(documents, start=11):
         payload = encode(document, as_json=kind == JSON)
@@ -102,7 +102,7 @@ def test_packed_rows_count_on_from_the_first_ordinal() -> None:
 
 
 def test_what_the_position_covers_is_dropped() -> None:
-    before = ChangeDecoder(shape_of(schema()), {1: schema()}, AT)
+    before = ChangeDecoder(define(schema()), {1: schema()}, AT)
     payload = encode(event("INSERT", data=ROW))
     assert not list(before.add(10, MSGPACK, payload))
     rows, _ = decoded(event("INSERT", lsn=500, data=ROW), event("INSERT", lsn=501, data=ROW))
@@ -151,8 +151,8 @@ def test_a_table_without_key_needs_the_whole_old_row() -> None:
 def test_every_version_is_read_by_its_own_schema() -> None:
     first = schema()
     second = schema(2, added=[{"name": "age", "type_oid": oids.INT4}])
-    shape = evolve(shape_of(first), first, second).shape
-    decoder = ChangeDecoder(shape, {1: first, 2: second}, AT)
+    definition = evolve(define(first), first, second).definition
+    decoder = ChangeDecoder(definition, {1: first, 2: second}, AT)
     rows: list[dict[str, Any]] = []
     for sequence, document in enumerate(
         (
@@ -174,8 +174,8 @@ def test_numbers_that_become_text_are_written_as_postgresql_writes_them() -> Non
     bounded = {"name": "n", "type_oid": oids.NUMERIC, "type_modifier": 4 + (20 << 16) + 10}
     first = schema(added=[bounded])
     second = schema(2, added=[{**bounded, "type_modifier": -1}])
-    shape = evolve(shape_of(first), first, second).shape
-    decoder = ChangeDecoder(shape, {1: first, 2: second}, AT)
+    definition = evolve(define(first), first, second).definition
+    decoder = ChangeDecoder(definition, {1: first, 2: second}, AT)
     payload = encode(event("INSERT", data={**ROW, "n": "0.0000000001"}))
     (batch,) = chain(decoder.add(11, MSGPACK, payload), decoder.flush())
     assert batch.to_pylist()[0]["c5"] == "0.0000000001"
@@ -183,7 +183,7 @@ def test_numbers_that_become_text_are_written_as_postgresql_writes_them() -> Non
 
 def test_a_column_without_a_place_in_the_lake_is_never_dropped_silently() -> None:
     newer = schema(2, added=[{"name": "age", "type_oid": oids.INT4}])
-    decoder = ChangeDecoder(shape_of(schema()), {1: schema(), 2: newer}, AT)
+    decoder = ChangeDecoder(define(schema()), {1: schema(), 2: newer}, AT)
     payload = encode(event("INSERT", schema_version=2, data={**ROW, "age": 3}))
     with pytest.raises(SchemaChangeError, match="no place for column age of schema version 2"):
         list(decoder.add(11, MSGPACK, payload))
@@ -223,7 +223,7 @@ def test_another_epoch_is_a_gap() -> None:
     ],
 )
 def test_damaged_messages_are_refused(payload: bytes) -> None:
-    decoder = ChangeDecoder(shape_of(schema()), {1: schema()}, AT)
+    decoder = ChangeDecoder(define(schema()), {1: schema()}, AT)
     with pytest.raises(CorruptData):
         list(chain(decoder.add(11, MSGPACK, payload), decoder.flush()))
 

@@ -9,22 +9,23 @@ import pyarrow as pa
 
 from consumer_sdk.targets.evolution import Effect, compare
 from consumer_sdk.wire.subjects import format_table_name
-from spark_consumer.changes.change_columns import DELETED, SYNCED_AT
-from spark_consumer.changes.column_mapping import arrow_type, can_be_unrepresentable, widened
 from spark_consumer.errors import SchemaChangeError, UnsuitableTableError
+from spark_consumer.lake.column_mapping import arrow_type, can_be_unrepresentable, widened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from consumer_sdk.wire.column_types import Column, TableSchema
-    from spark_consumer.changes.column_values import Unrepresentable
+    from spark_consumer.lake.column_values import Unrepresentable
 
+DELETED = "_deleted"
+SYNCED_AT = "_synced_at"
 TEXT_SUFFIX = "__text"
 Change = Literal["none", "add", "rewrite", "rebuild"]
 
 
 @dataclass(frozen=True)
-class TableShape:
+class TableDefinition:
     """A table as the lake holds it, without the columns that the lake itself adds.
 
     `key` is empty for a table without key, where equal rows are several rows.
@@ -57,24 +58,24 @@ class TableShape:
 
 
 @dataclass(frozen=True)
-class Evolution:
+class SchemaEvolution:
     """What a new schema version asks of the lake.
 
     add: append columns. rewrite: the table with wider types. rebuild: bootstrap again, because
     existing rows may hold values that no event tells; `reason` says why.
     """
 
-    shape: TableShape
+    definition: TableDefinition
     change: Change
     reason: str = ""
 
 
-def shape_of(schema: TableSchema, policy: Unrepresentable = "error") -> TableShape:
-    """The shape of a table that is new to the lake.
+def define(schema: TableSchema, policy: Unrepresentable = "error") -> TableDefinition:
+    """The definition of a table that is new to the lake.
 
     UnsuitableTableError where its rows cannot be told apart or its columns cannot be named.
     """
-    return TableShape(
+    return TableDefinition(
         schema.schema, schema.table, pa.schema(_all_fields(schema, policy)), row_key(schema)
     )
 
@@ -132,27 +133,27 @@ def _require_distinct(name: str, columns: Sequence[str]) -> None:
 
 
 def evolve(
-    shape: TableShape,
+    definition: TableDefinition,
     before: TableSchema,
     after: TableSchema,
     policy: Unrepresentable = "error",
-) -> Evolution:
+) -> SchemaEvolution:
     """Follow a table from one schema version to another.
 
     SchemaChangeError for what neither adding, widening nor leaving null can follow.
     """
     key = row_key(after)
     _all_fields(after, policy)
-    if key != shape.key:
-        raise _incompatible(shape, f"its key is now ({', '.join(key) or 'none'})")
+    if key != definition.key:
+        raise _incompatible(definition, f"its key is now ({', '.join(key) or 'none'})")
     known_before = {column.name for column in before.columns}
     known_after = {column.name for column in after.columns}
     added = [column for column in after.columns if column.name not in known_before]
     if added and known_before - known_after:
         gone = ", ".join(sorted(known_before - known_after))
         new = ", ".join(column.name for column in added)
-        raise _incompatible(shape, f"{gone} gave way to {new}, perhaps renamed")
-    fields = {field.name: field for field in shape.columns}
+        raise _incompatible(definition, f"{gone} gave way to {new}, perhaps renamed")
+    fields = {field.name: field for field in definition.columns}
     change: Change = "none"
     for column in after.columns:
         for field in _fields(column, policy):
@@ -166,35 +167,38 @@ def evolve(
                 wider = widened(current.type, column)
             if wider is None:
                 raise _incompatible(
-                    shape, f"column {column.name} went from {current.type} to {column.data_type}"
+                    definition,
+                    f"column {column.name} went from {current.type} to {column.data_type}",
                 )
             if wider != current.type:
                 fields[field.name] = pa.field(field.name, wider)
                 change = "rewrite"
-    _require_distinct(shape.name, list(fields))
-    evolved = TableShape(shape.schema, shape.table, pa.schema(list(fields.values())), key)
-    again = [column.name for column in added if column.name in shape.columns.names]
+    _require_distinct(definition.name, list(fields))
+    evolved = TableDefinition(
+        definition.schema, definition.table, pa.schema(list(fields.values())), key
+    )
+    again = [column.name for column in added if column.name in definition.columns.names]
     if again:
         # The lake still has what was dropped.
-        return Evolution(evolved, "rebuild", f"column {again[0]} was dropped and added again")
+        return SchemaEvolution(evolved, "rebuild", f"column {again[0]} was dropped and added again")
     found = compare(before, after)
     if found.effect is Effect.REBUILD:
-        return Evolution(evolved, "rebuild", found.reason)
-    return Evolution(evolved, change)
+        return SchemaEvolution(evolved, "rebuild", found.reason)
+    return SchemaEvolution(evolved, change)
 
 
-def _incompatible(shape: TableShape, what: str) -> SchemaChangeError:
+def _incompatible(definition: TableDefinition, what: str) -> SchemaChangeError:
     return SchemaChangeError(
-        f"table {shape.name} changed in a way that cannot be followed: {what}; "
+        f"table {definition.name} changed in a way that cannot be followed: {what}; "
         "rebuild it with --rebootstrap"
     )
 
 
-def lake_columns(shape: TableShape, *, soft_deletes: bool, synced_at: bool) -> pa.Schema:
-    """The shape's columns and those that the lake adds."""
+def lake_columns(definition: TableDefinition, *, soft_deletes: bool, synced_at: bool) -> pa.Schema:
+    """The definition's columns and those that the lake adds."""
     extra = []
     if soft_deletes:
         extra.append(pa.field(DELETED, pa.bool_()))
     if synced_at:
         extra.append(pa.field(SYNCED_AT, pa.timestamp("us", tz="UTC")))
-    return pa.schema([*shape.columns, *extra])
+    return pa.schema([*definition.columns, *extra])

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from consumer_sdk.errors import CorruptData
-from spark_consumer.changes.change_columns import DELETED, SYNCED_AT
-from spark_consumer.changes.table_shape import lake_columns
-from spark_consumer.lake.lake import LakePosition
+from spark_consumer.lake.lake_table import LakePosition
 from spark_consumer.lake.parquet_files import DataFile, ParquetWriter
-from spark_consumer.source.snapshot_chunks import ChunkDecoder, read_chunks
-from spark_consumer.source.snapshot_source import split_chunks
+from spark_consumer.lake.table_definition import DELETED, SYNCED_AT, lake_columns
+from spark_consumer.source.snapshot_source import ChunkDecoder, read_chunks, split_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,8 +24,8 @@ if TYPE_CHECKING:
     from consumer_sdk.snapshot.snapshot import SnapshotMeta
     from consumer_sdk.transport.settings import NatsSettings
     from consumer_sdk.wire.column_types import TableSchema
-    from spark_consumer.changes.column_values import Unrepresentable
-    from spark_consumer.changes.table_shape import TableShape
+    from spark_consumer.lake.column_values import Unrepresentable
+    from spark_consumer.lake.table_definition import TableDefinition
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class LoadPlan:
     settings: NatsSettings
     meta: SnapshotMeta
     schema: TableSchema
-    shape: TableShape
+    definition: TableDefinition
     policy: Unrepresentable
     soft_deletes: bool
     synced_at: int | None
@@ -51,7 +49,7 @@ def load_snapshot(
     settings: NatsSettings,
     meta: SnapshotMeta,
     schema: TableSchema,
-    shape: TableShape,
+    definition: TableDefinition,
     *,
     root: str,
     policy: Unrepresentable,
@@ -69,7 +67,16 @@ def load_snapshot(
         return []
     directory = f"load-{meta.snapshot_id}-{uuid.uuid4().hex[:8]}"
     plan = LoadPlan(
-        settings, meta, schema, shape, policy, soft_deletes, synced_at, root, directory, len(chunks)
+        settings,
+        meta,
+        schema,
+        definition,
+        policy,
+        soft_deletes,
+        synced_at,
+        root,
+        directory,
+        len(chunks),
     )
     reports = (
         spark.range(0, len(chunks), 1, len(chunks))
@@ -100,7 +107,7 @@ def _loader(
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def load(parts: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         columns = lake_columns(
-            plan.shape, soft_deletes=plan.soft_deletes, synced_at=plan.synced_at is not None
+            plan.definition, soft_deletes=plan.soft_deletes, synced_at=plan.synced_at is not None
         )
         chunks = split_chunks(plan.meta.batch_count, plan.parts)
         writer = ParquetWriter(plan.root, plan.directory, columns)
@@ -108,7 +115,9 @@ def _loader(
         try:
             for batch in parts:
                 for part in batch.column(0).to_pylist():
-                    decoder = ChunkDecoder(plan.shape, plan.schema, plan.policy, plan.shape.key)
+                    decoder = ChunkDecoder(
+                        plan.definition, plan.schema, plan.policy, plan.definition.key
+                    )
                     found = read_chunks(plan.settings, plan.meta, chunks[part], decoder)
                     for number, digest, rows in found:
                         digests[number] = digest

@@ -9,8 +9,8 @@ import pytest
 
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.column_types import TableSchema
-from spark_consumer.changes.table_shape import TableShape, evolve, lake_columns, shape_of
 from spark_consumer.errors import SchemaChangeError, UnsuitableTableError
+from spark_consumer.lake.table_definition import TableDefinition, define, evolve, lake_columns
 
 Spec = dict[str, Any]
 
@@ -52,59 +52,59 @@ NAME = ("name", oids.TEXT)
 AT = ("at", oids.TIMESTAMP)
 
 
-def types(shape: TableShape) -> dict[str, pa.DataType]:
-    return {field.name: field.type for field in shape.columns}
+def types(definition: TableDefinition) -> dict[str, pa.DataType]:
+    return {field.name: field.type for field in definition.columns}
 
 
 def test_a_table_without_key_and_without_full_identity_is_refused_with_the_remedy() -> None:
     keyless = schema(("id", oids.INT8, {"is_key": False}), primary_key=[])
     with pytest.raises(UnsuitableTableError, match="ALTER TABLE users REPLICA IDENTITY FULL"):
-        shape_of(keyless)
+        define(keyless)
 
 
 def test_a_table_without_key_under_full_identity_is_a_bag() -> None:
-    shape = shape_of(schema(ID, NAME, primary_key=[], replica_identity="full"))
-    assert shape.is_bag
-    assert shape.identity == ("id", "name")
+    definition = define(schema(ID, NAME, primary_key=[], replica_identity="full"))
+    assert definition.is_bag
+    assert definition.identity == ("id", "name")
 
 
 def test_columns_that_the_lake_cannot_tell_apart_are_refused() -> None:
     with pytest.raises(UnsuitableTableError, match="'name' and 'NAME'"):
-        shape_of(schema(ID, NAME, ("NAME", oids.TEXT)))
+        define(schema(ID, NAME, ("NAME", oids.TEXT)))
     with pytest.raises(UnsuitableTableError, match="_deleted"):
-        shape_of(schema(ID, ("_deleted", oids.BOOL)))
+        define(schema(ID, ("_deleted", oids.BOOL)))
 
 
 def test_text_of_unrepresentable_values_has_a_column_beside() -> None:
-    shape = shape_of(schema(ID, NAME, AT), "text")
-    assert list(types(shape)) == ["id", "name", "at", "at__text"]
+    definition = define(schema(ID, NAME, AT), "text")
+    assert list(types(definition)) == ["id", "name", "at", "at__text"]
 
 
 def test_own_columns_come_last() -> None:
-    shape = shape_of(schema(ID, NAME))
-    columns = lake_columns(shape, soft_deletes=True, synced_at=True)
+    definition = define(schema(ID, NAME))
+    columns = lake_columns(definition, soft_deletes=True, synced_at=True)
     assert columns.names == ["id", "name", "_deleted", "_synced_at"]
 
 
 def test_an_added_column_is_added_and_a_dropped_one_stays() -> None:
     before, after = schema(ID, NAME), schema(ID, ("age", oids.INT4), schema_version=2)
-    added = evolve(shape_of(before), before, schema(ID, NAME, ("age", oids.INT4)))
-    assert (added.change, list(types(added.shape))) == ("add", ["id", "name", "age"])
-    dropped = evolve(added.shape, schema(ID, NAME, ("age", oids.INT4)), after)
-    assert (dropped.change, list(types(dropped.shape))) == ("none", ["id", "name", "age"])
+    added = evolve(define(before), before, schema(ID, NAME, ("age", oids.INT4)))
+    assert (added.change, list(types(added.definition))) == ("add", ["id", "name", "age"])
+    dropped = evolve(added.definition, schema(ID, NAME, ("age", oids.INT4)), after)
+    assert (dropped.change, list(types(dropped.definition))) == ("none", ["id", "name", "age"])
 
 
 def test_a_wider_type_that_leaves_the_rows_alone_rewrites() -> None:
     before = schema(ID, ("n", oids.NUMERIC, {"type_modifier": 4 + (10 << 16) + 2}))
     after = schema(ID, ("n", oids.NUMERIC, {"type_modifier": 4 + (12 << 16) + 2}))
-    wider = evolve(shape_of(before), before, after)
-    assert (wider.change, types(wider.shape)["n"]) == ("rewrite", pa.decimal128(12, 2))
+    wider = evolve(define(before), before, after)
+    assert (wider.change, types(wider.definition)["n"]) == ("rewrite", pa.decimal128(12, 2))
 
 
 @pytest.mark.parametrize("oid", [oids.INT2, oids.INT8])
 def test_a_type_for_which_the_rows_are_converted_needs_a_new_bootstrap(oid: int) -> None:
     before = schema(ID, ("n", oids.INT4))
-    found = evolve(shape_of(before), before, schema(ID, ("n", oid)))
+    found = evolve(define(before), before, schema(ID, ("n", oid)))
     assert (found.change, found.reason) == ("rebuild", "the type of column n changed")
 
 
@@ -113,28 +113,28 @@ def test_a_type_for_which_the_rows_are_converted_needs_a_new_bootstrap(oid: int)
 )
 def test_a_column_whose_value_in_old_rows_is_unknown_needs_a_new_bootstrap(spec: Spec) -> None:
     before = schema(ID)
-    found = evolve(shape_of(before), before, schema(ID, ("n", oids.INT4, spec)))
+    found = evolve(define(before), before, schema(ID, ("n", oids.INT4, spec)))
     assert found.change == "rebuild"
     assert "the new column n" in found.reason
 
 
 def test_a_column_that_comes_back_needs_a_new_bootstrap() -> None:
     before, without = schema(ID, NAME), schema(ID)
-    dropped = evolve(shape_of(before), before, without)
-    found = evolve(dropped.shape, without, before)
+    dropped = evolve(define(before), before, without)
+    found = evolve(dropped.definition, without, before)
     assert (found.change, found.reason) == ("rebuild", "column name was dropped and added again")
 
 
 def test_columns_in_another_order_need_a_new_bootstrap() -> None:
     before, after = schema(ID, NAME, ("b", oids.TEXT)), schema(ID, ("b", oids.TEXT), NAME)
-    assert evolve(shape_of(before), before, after).change == "rebuild"
+    assert evolve(define(before), before, after).change == "rebuild"
 
 
 @pytest.mark.parametrize("name", ["_deleted", "at__text"])
 def test_a_new_column_does_not_take_the_place_of_one_of_the_lakes_own(name: str) -> None:
     before, after = schema(ID, AT), schema(ID, AT, (name, oids.TEXT))
     with pytest.raises(UnsuitableTableError, match=name):
-        evolve(shape_of(before, "text"), before, after, "text")
+        evolve(define(before, "text"), before, after, "text")
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_a_new_column_does_not_take_the_place_of_one_of_the_lakes_own(name: str)
 def test_other_changes_stop_with_the_remedy(after: TableSchema, what: str) -> None:
     before = schema(ID, NAME)
     with pytest.raises(SchemaChangeError, match=f"table users .*{what}.*--rebootstrap"):
-        evolve(shape_of(before), before, after)
+        evolve(define(before), before, after)

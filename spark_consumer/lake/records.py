@@ -1,7 +1,11 @@
-"""Which versions of the tables belong together: those that show the source at one position.
+"""What the job records in the lake's `_tailrace` directory, beside the tables.
 
-Tables are committed one after another, so their newest versions may be some transactions apart. An
-entry of the manifest names one version of each, all at the same position of each source.
+The manifest says which versions of the tables belong together: tables are committed one after
+another, so their newest versions may be some transactions apart. An entry names one version of
+each, all at the same position of each source.
+
+The schema archive holds every schema version, since the KV bucket has only the newest of each
+table. A version is written before the first commit that needs it and never changes.
 """
 
 from __future__ import annotations
@@ -11,6 +15,9 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from consumer_sdk.wire.column_types import TableSchema
+from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,3 +85,33 @@ def _read(file: Path) -> ManifestEntry:
         sources={name: SourceMark(**mark) for name, mark in document["sources"].items()},
         tables={name: int(version) for name, version in document["tables"].items()},
     )
+
+
+class SchemaArchive:
+    """The versions of each table and epoch, one small file each."""
+
+    def __init__(self, lake_directory: str) -> None:
+        self._directory = Path(lake_directory, "_tailrace", "schemas")
+
+    def keep(self, schema: TableSchema) -> None:
+        """Remember a version."""
+        target = self._file(schema, schema.epoch, schema.schema_version)
+        if target.exists():
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_suffix(".tmp")
+        temporary.write_text(json.dumps(schema.to_document()))
+        temporary.replace(target)
+
+    def versions(self, schema: str, table: str, epoch: int) -> dict[int, TableSchema]:
+        """Every version of a table that is remembered."""
+        directory = self._directory / table_token(schema, table)
+        found = {}
+        for file in directory.glob(f"{epoch}-*.json"):
+            one = TableSchema.from_document(json.loads(file.read_text()))
+            found[one.schema_version] = one
+        return found
+
+    def _file(self, schema: TableSchema, epoch: int, version: int) -> Path:
+        token = table_token(schema.schema, schema.table)
+        return self._directory / token / f"{epoch}-{version}.json"

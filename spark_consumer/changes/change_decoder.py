@@ -23,7 +23,7 @@ from consumer_sdk.wire.envelope import (
 )
 from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
 from consumer_sdk.wire.jsonb import jsonb_text
-from spark_consumer.changes.change_columns import (
+from spark_consumer.changes.change_rows import (
     COMMIT_LSN,
     OLD,
     OPERATION,
@@ -31,29 +31,29 @@ from spark_consumer.changes.change_columns import (
     UNCHANGED,
     ChangeFacts,
 )
-from spark_consumer.changes.column_mapping import arrow_type, is_text, widened
-from spark_consumer.changes.column_values import ColumnWriter
-from spark_consumer.changes.table_shape import TEXT_SUFFIX
 from spark_consumer.errors import SchemaChangeError
+from spark_consumer.lake.column_mapping import arrow_type, is_text, widened
+from spark_consumer.lake.column_values import ColumnWriter
+from spark_consumer.lake.table_definition import TEXT_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from consumer_sdk.wire.column_types import TableSchema
-    from spark_consumer.changes.column_values import Unrepresentable
-    from spark_consumer.changes.table_shape import TableShape
-    from spark_consumer.lake.lake import LakePosition
+    from spark_consumer.lake.column_values import Unrepresentable
+    from spark_consumer.lake.lake_table import LakePosition
+    from spark_consumer.lake.table_definition import TableDefinition
 
 Row = dict[str, Any]
 _ROW_OPERATIONS: Final = {"INSERT": "insert", "UPDATE": "update", "DELETE": "delete"}
 BATCH_ROWS: Final = 10_000
 
 
-def changes_schema(shape: TableShape) -> pa.Schema:
+def changes_schema(definition: TableDefinition) -> pa.Schema:
     """The Arrow schema of a table's changes, under plain names; see `fold.change_schema`."""
-    plain = shape.plain_names
-    columns = {one.name: pa.field(plain[one.name], one.type) for one in shape.columns}
-    old = pa.struct([columns[name] for name in shape.identity])
+    plain = definition.plain_names
+    columns = {one.name: pa.field(plain[one.name], one.type) for one in definition.columns}
+    old = pa.struct([columns[name] for name in definition.identity])
     return pa.schema(
         [
             pa.field(COMMIT_LSN, pa.int64()),
@@ -69,26 +69,36 @@ def changes_schema(shape: TableShape) -> pa.Schema:
 class _Projection:
     """Rows of one schema version as the lake's columns."""
 
-    def __init__(self, shape: TableShape, schema: TableSchema, policy: Unrepresentable) -> None:
+    def __init__(
+        self, definition: TableDefinition, schema: TableSchema, policy: Unrepresentable
+    ) -> None:
         self._writers: dict[str, ColumnWriter] = {}
         for column in schema.columns:
-            place = shape.columns.field(column.name) if column.name in shape.columns.names else None
+            place = (
+                definition.columns.field(column.name)
+                if column.name in definition.columns.names
+                else None
+            )
             if place is None or widened(place.type, column) != place.type:
                 raise SchemaChangeError(
-                    f"table {shape.name}: the lake has no place for column {column.name} of schema "
-                    f"version {schema.schema_version}; rebuild it with --rebootstrap"
+                    f"table {definition.name}: the lake has no place for column {column.name} of "
+                    f"schema version {schema.schema_version}; rebuild it with --rebootstrap"
                 )
             # Text stays PostgreSQL's own: Arrow would write small decimals with an exponent.
             type_ = place.type if is_text(place.type) else arrow_type(column)
             self._writers[column.name] = ColumnWriter(
-                shape.name, column.name, type_, policy=policy, is_key=column.name in shape.key
+                definition.name,
+                column.name,
+                type_,
+                policy=policy,
+                is_key=column.name in definition.key,
             )
         self.schema = schema
         self.json_columns = tuple(
             column.name for column in schema.columns if column.family in ("json", "jsonb")
         )
-        self._shape = shape
-        self.key = shape.key or tuple(column.name for column in schema.columns)
+        self._definition = definition
+        self.key = definition.key or tuple(column.name for column in schema.columns)
 
     def arrays(self, rows: Sequence[Row], names: Sequence[str]) -> dict[str, pa.Array]:
         """Arrays for some of the lake's columns; what the version does not have is null."""
@@ -96,7 +106,7 @@ class _Projection:
         for name in names:
             if name in arrays:
                 continue
-            type_ = self._shape.columns.field(name).type
+            type_ = self._definition.columns.field(name).type
             writer = self._writers.get(name)
             if writer is None:
                 arrays[name] = pa.nulls(len(rows), type_)
@@ -123,19 +133,19 @@ class ChangeDecoder:
 
     def __init__(
         self,
-        shape: TableShape,
+        definition: TableDefinition,
         schemas: Mapping[int, TableSchema],
         position: LakePosition,
         policy: Unrepresentable = "error",
     ) -> None:
-        self._shape = shape
+        self._definition = definition
         self._schemas = schemas
         self._position = position
         self._policy = policy
         self._projections: dict[int, _Projection] = {}
         self._version = -1
-        self._arrow_schema = changes_schema(shape)
-        self._plain = shape.plain_names
+        self._arrow_schema = changes_schema(definition)
+        self._plain = definition.plain_names
         self._rows: list[Row] = []
         self._olds: list[Row | None] = []
         self._heads: list[tuple[int, int, str, list[str] | None]] = []
@@ -199,7 +209,7 @@ class ChangeDecoder:
         unchanged = holder.get("unchanged")
         left_out = len(unchanged) if unchanged else 0
         if operation != "delete" and len(row) + left_out < len(projection.schema.columns):
-            raise _damaged(stream_seq, f"a row of {self._shape.name} lacks columns")
+            raise _damaged(stream_seq, f"a row of {self._definition.name} lacks columns")
         try:
             if kind == JSON:
                 restore_row(row, raw, projection.schema)
@@ -218,10 +228,14 @@ class ChangeDecoder:
             unchanged = [name for name in unchanged if name not in old]
         if operation != "update":
             old = None
-        elif self._shape.is_bag:
+        elif self._definition.is_bag:
             if old is None or unchanged:
-                raise _damaged(stream_seq, f"an UPDATE of {self._shape.name} without the old row")
-        elif old is not None and all(old.get(name) == row.get(name) for name in self._shape.key):
+                raise _damaged(
+                    stream_seq, f"an UPDATE of {self._definition.name} without the old row"
+                )
+        elif old is not None and all(
+            old.get(name) == row.get(name) for name in self._definition.key
+        ):
             old = None
         self._take(commit_lsn, seq, operation, row, old, unchanged or None)
 
@@ -258,9 +272,9 @@ class ChangeDecoder:
         self._rows, self._olds, self._heads = [], [], []
         self.facts |= ChangeFacts(count=len(rows))
         projection = self._projections.get(self._version)
-        names = self._shape.columns.names
+        names = self._definition.columns.names
         if projection is None:
-            arrays = {n: pa.nulls(len(rows), self._shape.columns.field(n).type) for n in names}
+            arrays = {n: pa.nulls(len(rows), self._definition.columns.field(n).type) for n in names}
         else:
             arrays = projection.arrays(rows, names)
         lsns, seqs, operations, unchanged = zip(*heads, strict=True)
@@ -281,7 +295,7 @@ class ChangeDecoder:
         present = pa.array([old is not None for old in olds])
         if projection is None or not any(old is not None for old in olds):
             return pa.nulls(len(olds), type_)
-        names = self._shape.identity
+        names = self._definition.identity
         arrays = projection.arrays([old or {} for old in olds], names)
         return pa.StructArray.from_arrays(
             [arrays[name] for name in names], fields=list(type_), mask=pc.invert(present)
@@ -293,9 +307,9 @@ class ChangeDecoder:
             schema = self._schemas.get(version)
             if schema is None:
                 raise _damaged(
-                    stream_seq, f"schema version {version} of {self._shape.name} is not known"
+                    stream_seq, f"schema version {version} of {self._definition.name} is not known"
                 )
-            found = self._projections[version] = _Projection(self._shape, schema, self._policy)
+            found = self._projections[version] = _Projection(self._definition, schema, self._policy)
         return found
 
 

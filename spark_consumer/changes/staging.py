@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from spark_consumer.changes.change_batches import ChangeDecoder, changes_schema
-from spark_consumer.changes.change_columns import ChangeFacts
+from spark_consumer.changes.change_decoder import ChangeDecoder, changes_schema
+from spark_consumer.changes.change_rows import ChangeFacts
 from spark_consumer.lake.parquet_files import ParquetWriter
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from consumer_sdk.wire.column_types import TableSchema
-    from spark_consumer.changes.column_values import Unrepresentable
-    from spark_consumer.changes.table_shape import TableShape
-    from spark_consumer.lake.lake import LakePosition
+    from spark_consumer.lake.column_values import Unrepresentable
+    from spark_consumer.lake.lake_table import LakePosition
+    from spark_consumer.lake.table_definition import TableDefinition
 
 REPORT_DDL = "report STRING"
 _CHANGES = frozenset({"insert", "update", "delete", "truncate"})
@@ -35,7 +35,7 @@ class DecodingPlan:
     """All that an executor needs to decode the changes of one table."""
 
     token: str
-    shape: TableShape
+    definition: TableDefinition
     schemas: dict[int, TableSchema]
     position: LakePosition
     policy: Unrepresentable
@@ -88,9 +88,11 @@ def _stager(
                     decoder = decoders.get(token)
                     if decoder is None:
                         decoder = decoders[token] = ChangeDecoder(
-                            plan.shape, plan.schemas, plan.position, plan.policy
+                            plan.definition, plan.schemas, plan.position, plan.policy
                         )
-                        writers[token] = ParquetWriter(directory, token, changes_schema(plan.shape))
+                        writers[token] = ParquetWriter(
+                            directory, token, changes_schema(plan.definition)
+                        )
                     for changes in decoder.add(stream_seq, kind, payload):
                         writers[token].write(changes)
             for token, decoder in decoders.items():

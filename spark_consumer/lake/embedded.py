@@ -19,7 +19,7 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from consumer_sdk.wire.subjects import format_table_name, table_token
 from spark_consumer.errors import LakeConflictError, LakeError
-from spark_consumer.lake.lake import LakePosition, MergePlan
+from spark_consumer.lake.lake_table import LakePosition, MergePlan
 from spark_consumer.runtime.logs import note
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _VACUUM_EVERY_SECONDS: Final = 6 * 3600.0
 _VACUUMED: Final = "_vacuumed"
 
 
-class DeltaLakeTable:
+class EmbeddedDeltaTable:
     """One Delta table, written by this job alone."""
 
     def __init__(self, root: str, name: str) -> None:
@@ -238,7 +238,7 @@ class DeltaLakeTable:
         self._commits += 1
 
 
-class DeltaLake:
+class EmbeddedDeltaLake:
     """A directory of Delta tables, one for each table of the source."""
 
     def __init__(self, directory: str) -> None:
@@ -248,7 +248,7 @@ class DeltaLake:
         """`users`, `sales.orders`; odd characters as ~XX, since = would read as a partition."""
         return str(Path(self.directory, table_token(schema, table).replace("=", "~")))
 
-    def find(self, schema: str, table: str) -> DeltaLakeTable | None:
+    def find(self, schema: str, table: str) -> EmbeddedDeltaTable | None:
         """The table, None if nothing is in its place."""
         root = self.table_root(schema, table)
         name = format_table_name(schema, table)
@@ -261,7 +261,7 @@ class DeltaLake:
                 )
             return None
         try:
-            found = DeltaLakeTable(root, name)
+            found = EmbeddedDeltaTable(root, name)
             metadata = found._table.metadata()
         except (DeltaError, OSError) as error:
             raise LakeError(f"lake table {root} cannot be read: {_line(error)}") from error
@@ -279,7 +279,7 @@ class DeltaLake:
         files: Sequence[DataFile],
         columns: pa.Schema,
         position: LakePosition,
-    ) -> DeltaLakeTable:
+    ) -> EmbeddedDeltaTable:
         """Make the table with its first rows."""
         root = self.table_root(schema, table)
         name = format_table_name(schema, table)
@@ -296,7 +296,7 @@ class DeltaLake:
             )
         except (DeltaError, OSError) as error:
             raise LakeError(f"lake table {root} cannot be created: {_line(error)}") from error
-        return DeltaLakeTable(root, name)
+        return EmbeddedDeltaTable(root, name)
 
 
 def _is_leftover(path: Path) -> bool:

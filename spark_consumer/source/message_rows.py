@@ -1,0 +1,363 @@
+"""Messages of the change stream as rows of Arrow batches, in the three forms of `nats_cdc`.
+
+`message` is the quickest: payloads as stored, decompressed, with wide rows filled in, so that they
+can be decoded later without NATS. `envelope` has rows as JSON text, `typed` the columns of a table.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from consumer_sdk.errors import CorruptData, VersionTooNew
+from consumer_sdk.reading.decoder import parse_headers, restore_row
+from consumer_sdk.wire.compression import decompress
+from consumer_sdk.wire.envelope import (
+    CONTENT_ENCODING,
+    CONTENT_TYPE,
+    DICTIONARY,
+    JSON,
+    MSGPACK,
+    ROW_OPERATIONS,
+    Event,
+    decode_payload,
+    encode,
+    events_of,
+    to_json_value,
+)
+from consumer_sdk.wire.errors import MISFITS, DictionaryMissing, WireError, WireVersionError
+from consumer_sdk.wire.jsonb import jsonb_text
+from spark_consumer.lake.column_values import ColumnWriter
+from spark_consumer.lake.table_definition import TEXT_SUFFIX, define
+from spark_consumer.runtime.nats_thread import NatsThread
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Iterator, Sequence
+
+    from consumer_sdk.client import Client
+    from consumer_sdk.reading.log import Frame
+    from consumer_sdk.transport.settings import NatsSettings
+    from consumer_sdk.wire.column_types import TableSchema
+    from spark_consumer.lake.column_values import Unrepresentable
+    from spark_consumer.lake.table_definition import TableDefinition
+
+
+MESSAGE_SCHEMA: Final = pa.schema(
+    [
+        ("stream_seq", pa.int64()),
+        ("source", pa.string()),
+        ("token", pa.string()),
+        ("operation", pa.string()),
+        ("content_type", pa.string()),
+        ("payload", pa.binary()),
+    ]
+)
+PROGRESS: Final = "$progress"
+BATCH: Final = "$batch"
+
+_PLAIN: Final = b"Content-Type: application/msgpack"
+_ENCODED: Final = b"Content-Encoding"
+# How the key `ref` looks in either encoding; a false alarm costs one decoding.
+_REFERENCES: Final = (b"\xa3ref", b'"ref"')
+BATCH_ROWS: Final = 10_000
+
+
+def read_messages(
+    settings: NatsSettings,
+    source: str,
+    subjects: Sequence[str],
+    first: int,
+    end: int,
+    created: int | None,
+    timeout: float = 60.0,
+) -> Iterator[pa.RecordBatch]:
+    """The messages of one source stored at [first, end); the connection ends with the iteration."""
+    with NatsThread(settings, timeout) as nats:
+        for frames in iterate(nats, subjects, first, end, created, timeout):
+            yield nats.run(lambda client, frames=frames: _batch(client, source, frames))  # type: ignore[misc]
+
+
+def iterate(
+    nats: NatsThread,
+    subjects: Sequence[str],
+    first: int,
+    end: int,
+    created: int | None,
+    timeout: float,
+) -> Iterator[list[Frame]]:
+    """Raw frames of a range, for code without an event loop."""
+
+    async def open_range(client: Client) -> AsyncGenerator[list[Frame], None]:
+        return client.log().read_raw(
+            first, end, subjects, created=created, max_batch=BATCH_ROWS, timeout=timeout
+        )
+
+    frames = nats.run(open_range)
+
+    async def take(_: Client) -> list[Frame]:
+        try:
+            return await anext(frames)
+        except StopAsyncIteration:
+            return []
+
+    async def close(_: Client) -> None:
+        await frames.aclose()
+
+    try:
+        while batch := nats.run(take):
+            yield batch
+    finally:
+        nats.run(close)
+
+
+async def _batch(client: Client, source: str, frames: Sequence[Frame]) -> pa.RecordBatch:
+    prefix = len(client.subjects.cdc) + 1
+    tokens: list[str] = []
+    operations: list[str] = []
+    kinds: list[str] = []
+    payloads: list[bytes] = []
+    for frame in frames:
+        token, _, operation = frame.subject[prefix:].decode().rpartition(".")
+        if token == PROGRESS:
+            operation = "progress"
+        kind, payload = MSGPACK, frame.payload
+        headers = frame.headers
+        if headers is None or _PLAIN not in headers or _ENCODED in headers:
+            kind, payload = await _plain(client, frame)
+        if any(mark in payload for mark in _REFERENCES):
+            payload = await _filled(client, frame.stream_seq, kind, payload)
+        tokens.append(token)
+        operations.append(operation)
+        kinds.append(kind)
+        payloads.append(payload)
+    sequences = pa.array([frame.stream_seq for frame in frames], pa.int64())
+    return pa.RecordBatch.from_arrays(
+        [
+            sequences,
+            pa.array([source] * len(frames), pa.string()),
+            pa.array(tokens, pa.string()),
+            pa.array(operations, pa.string()),
+            pa.array(kinds, pa.string()),
+            pa.array(payloads, pa.binary()),
+        ],
+        schema=MESSAGE_SCHEMA,
+    )
+
+
+async def _plain(client: Client, frame: Frame) -> tuple[str, bytes]:
+    """Content type and payload without its compression."""
+    headers = parse_headers(frame.headers) or {}
+    kind = headers.get(CONTENT_TYPE) or MSGPACK
+    encoding = headers.get(CONTENT_ENCODING)
+    if not encoding:
+        return kind, frame.payload
+    if encoding != "zstd":
+        raise _damaged(frame.stream_seq, WireError(f"unknown Content-Encoding {encoding!r}"))
+    known: dict[str, bytes] = {}
+    try:
+        while True:
+            try:
+                return kind, decompress(
+                    frame.payload, dictionary_id=headers.get(DICTIONARY), dictionaries=known
+                )
+            except DictionaryMissing as missing:
+                name = missing.dictionary_id
+            known[name] = await client.dictionary(name)
+    except WireError as error:
+        raise _damaged(frame.stream_seq, error) from error
+
+
+async def _filled(client: Client, stream_seq: int, kind: str, payload: bytes) -> bytes:
+    """The message with the rows that it keeps as objects in their place."""
+    try:
+        document = decode_payload({CONTENT_TYPE: kind}, payload)
+        rows = document.get("rows")
+        holders: list[Any] = rows if isinstance(rows, list) else [document]
+        changed = False
+        for holder in holders:
+            reference = holder.get("ref") if isinstance(holder, dict) else None
+            if not isinstance(reference, dict):
+                continue
+            content = await client.fetch_object(reference)
+            row = decode_payload({CONTENT_TYPE: kind}, content, versioned=False)
+            del holder["ref"]
+            holder.update({key: row[key] for key in _ROW_FIELDS if row.get(key) is not None})
+            changed = True
+    except WireError as error:
+        raise _damaged(stream_seq, error) from error
+    return encode(document, as_json=kind == JSON) if changed else payload
+
+
+_ROW_FIELDS: Final = ("data", "old", "unchanged", "raw")
+
+
+def _damaged(stream_seq: int, error: Exception) -> CorruptData:
+    kind = VersionTooNew if isinstance(error, WireVersionError) else CorruptData
+    return kind(f"message {stream_seq} of the change stream: {error}")
+
+
+ENVELOPE_SCHEMA: Final = pa.schema(
+    [
+        ("stream_seq", pa.int64()),
+        ("source", pa.string()),
+        ("epoch", pa.int64()),
+        ("schema", pa.string()),
+        ("table", pa.string()),
+        ("operation", pa.string()),
+        ("commit_lsn", pa.int64()),
+        ("seq", pa.int64()),
+        ("xid", pa.int64()),
+        ("ts", pa.timestamp("us", tz="UTC")),
+        ("schema_version", pa.int64()),
+        ("last", pa.bool_()),
+        ("data", pa.string()),
+        ("old", pa.string()),
+        ("unchanged", pa.list_(pa.string())),
+    ]
+)
+
+_HEAD: Final = (
+    pa.field("_stream_seq", pa.int64()),
+    pa.field("_operation", pa.string()),
+    pa.field("_commit_lsn", pa.int64()),
+    pa.field("_seq", pa.int64()),
+    pa.field("_ts", pa.timestamp("us", tz="UTC")),
+    pa.field("_unchanged", pa.list_(pa.string())),
+)
+_SHOWN: Final = ROW_OPERATIONS | {"TRUNCATE"}
+
+Numbered = tuple[int, Event]
+
+
+def typed_schema(definition: TableDefinition) -> pa.Schema:
+    """The columns of one table behind those that tell what happened."""
+    return pa.schema([*_HEAD, *definition.columns])
+
+
+def envelope_batches(messages: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Row changes, truncates and schema notices, each a row with its data as JSON text."""
+    for batch in messages:
+        rows = [
+            _envelope(stream_seq, event)
+            for stream_seq, event, _ in _events(batch)
+            if event.operation in _SHOWN or event.operation == "SCHEMA"
+        ]
+        if rows:
+            columns = list(zip(*rows, strict=True))
+            yield pa.RecordBatch.from_arrays(
+                [
+                    pa.array(values, field.type)
+                    for values, field in zip(columns, ENVELOPE_SCHEMA, strict=True)
+                ],
+                schema=ENVELOPE_SCHEMA,
+            )
+
+
+def typed_batches(
+    messages: Iterator[pa.RecordBatch], schema: TableSchema, policy: Unrepresentable
+) -> Iterator[pa.RecordBatch]:
+    """Row changes and truncates of one table, with its columns as they are in `schema`."""
+    definition = define(schema, policy)
+    writers = {
+        column.name: ColumnWriter(
+            definition.name, column.name, definition.columns.field(column.name).type, policy=policy
+        )
+        for column in schema.columns
+    }
+    texts = tuple(c.name for c in schema.columns if c.family in ("json", "jsonb"))
+    for batch in messages:
+        found: list[Numbered] = []
+        rows: list[dict[str, Any]] = []
+        for stream_seq, event, kind in _events(batch):
+            if event.operation not in _SHOWN:
+                continue
+            row = dict(event.data or {}) if event.operation in ROW_OPERATIONS else {}
+            try:
+                if kind == JSON:
+                    restore_row(row, event.raw, schema)
+            except WireError as error:
+                raise _damaged(stream_seq, error) from error
+            try:
+                for name in texts:
+                    if name not in event.raw and row.get(name) is not None:
+                        row[name] = jsonb_text(row[name])
+            except MISFITS as error:
+                raise _damaged(stream_seq, error) from error
+            found.append((stream_seq, event))
+            rows.append(row)
+        if rows:
+            yield _typed(definition, writers, found, rows)
+
+
+def _typed(
+    definition: TableDefinition,
+    writers: dict[str, ColumnWriter],
+    found: Sequence[Numbered],
+    rows: Sequence[dict[str, Any]],
+) -> pa.RecordBatch:
+    def describe(index: int) -> str:
+        return f"at sequence {found[index][0]}"
+
+    columns: dict[str, pa.Array] = {}
+    for name, writer in writers.items():
+        columns[name], kept = writer.write([row.get(name) for row in rows], describe)
+        if kept is not None:
+            columns[name + TEXT_SUFFIX] = kept
+    head = [
+        [stream_seq for stream_seq, _ in found],
+        [event.operation for _, event in found],
+        [event.commit_lsn for _, event in found],
+        [event.seq for _, event in found],
+        [event.ts for _, event in found],
+        [list(event.unchanged) or None for _, event in found],
+    ]
+    schema = typed_schema(definition)
+    arrays = [pa.array(values, field.type) for values, field in zip(head, _HEAD, strict=True)]
+    arrays += [
+        columns.get(field.name, pa.nulls(len(rows), field.type)) for field in definition.columns
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _events(batch: pa.RecordBatch) -> Iterator[tuple[int, Event, str]]:
+    columns = [batch.column(name).to_pylist() for name in ("stream_seq", "content_type", "payload")]
+    for stream_seq, kind, payload in zip(*columns, strict=True):
+        try:
+            events = events_of(decode_payload({CONTENT_TYPE: kind}, payload))
+        except WireError as error:
+            raise _damaged(stream_seq, error) from error
+        for event in events:
+            numbers = event.epoch | event.commit_lsn | event.seq | event.xid | event.schema_version
+            if numbers >> 63:
+                raise _damaged(stream_seq, WireError("a number is beyond what a long holds"))
+            yield stream_seq, event, kind
+
+
+def _envelope(stream_seq: int, event: Event) -> tuple[Any, ...]:
+    data = event.document if event.operation == "SCHEMA" else event.data
+    try:
+        texts = _json(data), _json(event.old)
+    except MISFITS as error:
+        raise _damaged(stream_seq, error) from error
+    return (
+        stream_seq,
+        event.source,
+        event.epoch,
+        event.schema,
+        event.table,
+        event.operation,
+        event.commit_lsn,
+        event.seq,
+        event.xid,
+        event.ts,
+        event.schema_version,
+        event.last,
+        *texts,
+        list(event.unchanged) or None,
+    )
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(to_json_value(value), ensure_ascii=False)
