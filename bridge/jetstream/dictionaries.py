@@ -13,20 +13,13 @@ import nats.errors
 import nats.js.errors
 import zstandard
 
-from bridge.snapshot.formats.row_chunks import RowContent
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nats.js.kv import KeyValue
 
-    from bridge.snapshot.formats.chunks import Content
-
 DICTIONARY_BYTES: Final = 16 * 1024
 FEWEST_SAMPLES: Final = 200
-MOST_SAMPLES: Final = 2000
-SAMPLES_PER_CHUNK: Final = 500
-MOST_SAMPLE_BYTES: Final = 1024 * 1024
 
 
 def train(samples: Sequence[bytes], size: int = DICTIONARY_BYTES) -> bytes | None:
@@ -42,30 +35,6 @@ def train(samples: Sequence[bytes], size: int = DICTIONARY_BYTES) -> bytes | Non
 def dictionary_id(content: bytes) -> str:
     """The id under which readers find a dictionary: its own checksum."""
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-class SampleTaker:
-    """Keeps rows of a snapshot, evenly from each chunk, to train a dictionary from."""
-
-    def __init__(self) -> None:
-        self._samples: list[bytes] = []
-        self._bytes = 0
-
-    def look_at(self, content: Content) -> None:
-        """Take some rows of a chunk, as encoded."""
-        if not isinstance(content, RowContent):
-            return
-        for row in content.samples(SAMPLES_PER_CHUNK) if self._wants_more else ():
-            self._samples.append(row)
-            self._bytes += len(row)
-
-    @property
-    def _wants_more(self) -> bool:
-        return len(self._samples) < MOST_SAMPLES and self._bytes < MOST_SAMPLE_BYTES
-
-    def train(self) -> bytes | None:
-        """A dictionary from what was kept."""
-        return train(self._samples)
 
 
 class DictionaryStore:

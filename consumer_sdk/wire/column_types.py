@@ -107,6 +107,17 @@ def family(base_oid: int, element_oid: int = 0) -> Family:
     return "array" if element_oid or base_oid in ARRAY_ELEMENTS else "other"
 
 
+def numeric_bounds(type_modifier: int) -> tuple[int, int] | None:
+    """Precision and scale of `numeric(p, s)`, None if it is unbounded; the scale may be negative.
+
+    The modifier counts from 4: precision in the upper half, the scale in 11 signed bits.
+    """
+    packed = type_modifier - 4
+    if packed < 0:
+        return None
+    return (packed >> 16) & 0xFFFF, ((packed & 0x7FF) ^ 0x400) - 0x400
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column of a table at one schema version.
@@ -152,12 +163,9 @@ class Column:
         return bounds[1] if bounds else None
 
     def _numeric_bounds(self) -> tuple[int, int] | None:
-        # The modifier counts from 4; precision in the upper half, the scale in 11 signed bits
-        # (PostgreSQL 15 and later allow negative scales).
-        packed = self.type_modifier - 4
-        if packed < 0 or NUMERIC not in (self.base_type_oid, self.element_oid):
+        if NUMERIC not in (self.base_type_oid, self.element_oid):
             return None
-        return (packed >> 16) & 0xFFFF, ((packed & 0x7FF) ^ 0x400) - 0x400
+        return numeric_bounds(self.type_modifier)
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Column:

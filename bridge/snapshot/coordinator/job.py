@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from consumer_sdk.wire.checksums import snapshot_checksum
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
@@ -94,8 +94,5 @@ class Job:
         self.progress.chunks = len(self.digests)
 
     def checksum(self) -> str:
-        """sha256 over the chunks' own checksums, in the order of their numbers."""
-        digest = hashlib.sha256()
-        for number in range(self.next_chunk):
-            digest.update(self.digests[number].encode("ascii"))
-        return digest.hexdigest()
+        """The checksum of all chunks together, for the meta."""
+        return snapshot_checksum(self.digests, self.next_chunk)

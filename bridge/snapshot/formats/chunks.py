@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import zstandard
 
 from consumer_sdk.wire import envelope
+from consumer_sdk.wire.checksums import sha256_hex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,7 +110,7 @@ class Sealer:
         }
         if self._plain is not None:
             payload = self._compress(payload, headers)
-        digest = hashlib.sha256(payload).hexdigest()
+        digest = sha256_hex(payload)
         headers[envelope.CHUNK_SHA256] = digest
         return Sealed(payload, headers, digest)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
+from bridge.jetstream.dictionaries import train
 from bridge.snapshot.formats.block_decoder import always_raw, compile_block_decoder
 from bridge.snapshot.formats.chunks import REFERENCE
 from consumer_sdk.wire import envelope
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     Encode = Callable[[Rows], bytes]
 
+MOST_SAMPLES: Final = 2000
+SAMPLES_PER_CHUNK: Final = 500
+MOST_SAMPLE_BYTES: Final = 1024 * 1024
 # A row's entry in `raw`, beside the names themselves.
 _RAW_ENTRY_BYTES: Final = 16
 _RAW_NAME_BYTES: Final = 4
@@ -82,6 +86,27 @@ class _Blob:
     def read(self, _: int) -> bytes:
         data, self._data = self._data, b""
         return data
+
+
+class RowSamples:
+    """Rows of a snapshot, taken evenly from each chunk, to train a dictionary from."""
+
+    def __init__(self) -> None:
+        self._rows: list[bytes] = []
+        self._bytes = 0
+
+    def add(self, content: Content) -> None:
+        """Take some rows of a chunk, as encoded; a chunk of another format has none."""
+        is_full = len(self._rows) >= MOST_SAMPLES or self._bytes >= MOST_SAMPLE_BYTES
+        if is_full or not isinstance(content, RowContent):
+            return
+        rows = content.samples(SAMPLES_PER_CHUNK)
+        self._rows += rows
+        self._bytes += sum(map(len, rows))
+
+    def train(self) -> bytes | None:
+        """A dictionary from these rows; None where they are too few or too unlike."""
+        return train(self._rows)
 
 
 class RowEncoder:

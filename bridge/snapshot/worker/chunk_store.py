@@ -7,7 +7,6 @@ waits for the other more than it must.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import time
 from contextlib import suppress
@@ -20,6 +19,7 @@ from nats.js.api import ObjectMeta, ObjectMetaOptions
 from bridge.config import Settings
 from bridge.jetstream.link import Link, options_of
 from bridge.snapshot.errors import SnapshotError
+from consumer_sdk.wire.checksums import object_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -84,12 +84,7 @@ class ChunkStore:
         """Store what no message can carry; the reference to it comes back."""
         self._raise_failure()
         self._run(self._put(name, payload))
-        return {
-            "bucket": self._bucket,
-            "name": name,
-            "size": len(payload),
-            "sha256": hashlib.sha256(payload).hexdigest(),
-        }
+        return object_reference(self._bucket, name, payload)
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

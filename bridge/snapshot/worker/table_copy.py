@@ -11,9 +11,8 @@ import time
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from bridge.jetstream.dictionaries import SampleTaker
 from bridge.snapshot.formats.chunks import ChunkHead, Sealer, byte_limit
-from bridge.snapshot.formats.row_chunks import RowEncoder
+from bridge.snapshot.formats.row_chunks import RowEncoder, RowSamples
 from bridge.snapshot.tables import Piece, copy_sql, shape_from_document
 from bridge.snapshot.worker.copy_stream import copy_rows
 from consumer_sdk.transport.holds import hold
@@ -104,7 +103,7 @@ class TableCopy:
         known = document["dictionary"]
         dictionary = (known["id"], base64.b64decode(known["content"])) if known else None
         self._sealer = Sealer(self._snapshot_id, zstd=document["zstd"], dictionary=dictionary)
-        self._samples = SampleTaker() if document["train"] else None
+        self._samples = RowSamples() if document["train"] else None
         head = ChunkHead(
             task["source"], task["epoch"], self.shape.table, self.shape.schema,
             self._snapshot_id, task["snapshot_lsn"],
@@ -156,7 +155,7 @@ class TableCopy:
         hold(f"snapshot.chunk.{number}")
         sealed = self._sealer.seal(content, number)
         if self._samples is not None:
-            self._samples.look_at(content)
+            self._samples.add(content)
         rows, size, index, pipe = content.row_count, len(sealed.payload), self.index, self._pipe
 
         def stored() -> None:
