@@ -14,6 +14,7 @@ from consumer_sdk.reading.decoder import EventDecoder, Stored
 from consumer_sdk.reading.log import LogReader
 from consumer_sdk.reading.objects import fetch_object
 from consumer_sdk.reading.progress import Progress, decode_progress
+from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.schema import SchemaBook, TableName, resolve_table
 from consumer_sdk.reading.starting_point import After, StartingPoint, find_starting_point
@@ -165,15 +166,14 @@ class Client:
         `timeout` limits how long a lost connection is waited for. Nothing happens before the first
         batch is asked for.
         """
-        consumer = PullConsumer(
-            self.nc,
+        selection = Selection(
             self.subjects.cdc_stream,
-            filters=self.filters(tables, extra_subjects),
-            start_sequence=start_sequence,
-            created=created,
-            lenient_start=lenient_start,
-            timeout=timeout,
+            self.filters(tables, extra_subjects),
+            start_sequence,
+            created,
+            Trimming.ALLOWED_BEFORE_FIRST if lenient_start else Trimming.IS_A_GAP,
         )
+        consumer = PullConsumer(self.nc, selection, timeout=timeout)
         return ChangeFeed(consumer, self.decoder(), max_batch=max_batch, after=after)
 
     @overload

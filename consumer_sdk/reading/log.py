@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from consumer_sdk.errors import UsageError
 from consumer_sdk.reading.proof import (
+    Selection,
     StreamBreak,
+    Trimming,
     find_break,
     require_continuation,
     require_same_stream,
@@ -93,12 +95,10 @@ class LogReader:
                 f"the log ends at sequence {bounds.last}; [{first}, {end}) goes beyond"
             )
         require_continuation(bounds, first)
+        filters = subjects or [self._everything]
         consumer = PullConsumer(
             self._nc,
-            self._stream,
-            filters=subjects or [self._everything],
-            start_sequence=first,
-            created=bounds.created,
+            Selection(self._stream, filters, first, bounds.created),
             window=max(64, min(4096, end - first)),
             timeout=timeout,
         )
@@ -121,16 +121,14 @@ class LogReader:
         bounds = await self.bounds()
         if bounds.last > after or (timeout is not None and timeout <= 0):
             return bounds
-        consumer = PullConsumer(
-            self._nc,
+        selection = Selection(
             self._stream,
-            filters=[self._everything],
-            start_sequence=after + 1,
-            created=bounds.created,
-            lenient_start=True,
-            headers_only=True,
-            window=2,
+            [self._everything],
+            after + 1,
+            bounds.created,
+            Trimming.ALLOWED_BEFORE_FIRST,
         )
+        consumer = PullConsumer(self._nc, selection, headers_only=True, window=2)
         try:
             await consumer.take(1, wait=timeout)
         finally:

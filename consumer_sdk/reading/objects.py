@@ -10,6 +10,7 @@ import nats.errors
 import nats.js.errors
 
 from consumer_sdk.errors import CorruptData, GapError, NotAvailable
+from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.wire.errors import MISFITS
 
@@ -65,14 +66,8 @@ async def _content_id(nc: LogConnection, bucket: str, name: str, size: int) -> s
 async def _content(nc: LogConnection, bucket: str, name: str, nuid: str, size: int) -> bytearray:
     """The pieces in order, as far as they are wanted; NATS is waited for, missing ones are not."""
     content = bytearray()
-    consumer = PullConsumer(
-        nc,
-        f"OBJ_{bucket}",
-        filters=[f"$O.{bucket}.C.{nuid}"],
-        start_sequence=1,
-        gapless=False,
-        window=WINDOW,
-    )
+    pieces = Selection(f"OBJ_{bucket}", [f"$O.{bucket}.C.{nuid}"], trimming=Trimming.ALLOWED)
+    consumer = PullConsumer(nc, pieces, window=WINDOW)
     try:
         while len(content) < size:
             frames = await consumer.take(WINDOW, wait=LOOK_SECONDS)

@@ -1,13 +1,22 @@
-"""Whether a stream still continues where a reader stopped: the only place that decides it."""
+"""Whether a stream still continues where a reader stopped: the only place that decides it.
+
+`find_break` compares a stored position with what the stream holds. `Proof` does so for a reader at
+work, and asks only where the deliveries themselves do not prove that nothing was trimmed.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from consumer_sdk.errors import GapError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from consumer_sdk.reading.demand import Delivered
     from consumer_sdk.reading.stream import StreamBounds
 
 
@@ -17,6 +26,7 @@ class StreamBreak(Enum):
     RECREATED = "the stream was recreated"
     ENDS_BEFORE = "the stream ends before it"
     TRIMMED = "it was trimmed or purged"
+    GONE = "the stream is gone"
 
 
 def find_break(
@@ -49,3 +59,100 @@ def require_continuation(
     found = find_break(bounds, next_sequence, created)
     if found is not None:
         raise GapError(found.value, next_sequence, bounds.first)
+
+
+class Trimming(Enum):
+    """What it means to a reader that messages were trimmed before they were delivered."""
+
+    IS_A_GAP = "is a gap"
+    ALLOWED_BEFORE_FIRST = "allowed before first"
+    """The first message may be any later one than the one asked for."""
+    ALLOWED = "allowed"
+    """As for buckets, which keep the newest message of each subject."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which messages of a stream are read, and from where.
+
+    `filters` are subjects that do not overlap. `created` is the creation time of the stream
+    expected, None for any.
+    """
+
+    stream: str
+    filters: Sequence[str]
+    start_sequence: int = 1
+    created: int | None = None
+    trimming: Trimming = Trimming.IS_A_GAP
+
+
+class Proof:
+    """Proves for one reader that no message of its selection was trimmed undelivered.
+
+    `through` is the sequence up to which every selected message has been taken. While a pull
+    request is open and nothing is pending, a message is delivered as it is stored: a jump of
+    sequences then means that others' messages lie between. At any other time a jump is proven by
+    the stream's first sequence, which must not lie behind it.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        self.through = max(selection.start_sequence, 1) - 1
+        self.created = selection.created
+        self._trimming = selection.trimming
+        self._unwatched = True
+
+    @property
+    def next_sequence(self) -> int:
+        """Where to start again without missing or repeating anything taken so far."""
+        return self.through + 1
+
+    def begin(self, bounds: StreamBounds) -> None:
+        """Begin with a new consumer at `next_sequence`; it existed before `bounds` were read."""
+        self.created = bounds.created
+        self.require_untrimmed(bounds)
+        self._unwatched = True
+
+    def require_stream(self, bounds: StreamBounds) -> None:
+        """Raise GapError if the stream was recreated, or ends before what has been taken."""
+        found = find_break(bounds, self.next_sequence, self.created)
+        if found not in (None, StreamBreak.TRIMMED):
+            raise GapError(found.value, self.next_sequence, bounds.first)
+
+    def require_untrimmed(self, bounds: StreamBounds, through: int | None = None) -> None:
+        """Raise GapError if a message after `through` may have been trimmed undelivered."""
+        if self._trimming is Trimming.IS_A_GAP:
+            wanted = self.next_sequence if through is None else through + 1
+            require_continuation(bounds, wanted, self.created)
+
+    def doubtful_after(self, delivered: Delivered) -> int | None:
+        """The sequence behind which a message may have been trimmed undelivered; None if proven."""
+        if self._trimming is not Trimming.IS_A_GAP:
+            return None
+        frames = delivered.frames
+        start = 0 if self._unwatched else delivered.unwatched_from
+        previous = frames[start - 1].stream_seq if start else self.through
+        if frames[-1].stream_seq - previous == len(frames) - start:
+            return None
+        for frame in islice(frames, start, None):
+            if frame.stream_seq != previous + 1:
+                break
+            previous = frame.stream_seq
+        return previous
+
+    def take(self, sequence: int, *, unwatched: bool) -> None:
+        """Move on to the last message taken; `unwatched` if the next one may be trimmed unseen."""
+        self.through = sequence
+        self._unwatched = unwatched
+        if self._trimming is Trimming.ALLOWED_BEFORE_FIRST:
+            self._trimming = Trimming.IS_A_GAP
+
+    def pass_over(self, bounds: StreamBounds, *, unwatched: bool) -> None:
+        """Move on to the end of the stream, of which nothing more is selected.
+
+        Trimming the messages of other subjects is then no gap. GapError if a selected message may
+        have been trimmed before.
+        """
+        if self._unwatched or unwatched:
+            self.require_untrimmed(bounds)
+        self.through = max(self.through, bounds.last)
+        self._unwatched = False

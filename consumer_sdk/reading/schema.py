@@ -17,6 +17,7 @@ from consumer_sdk.errors import (
     VersionTooNew,
 )
 from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.transport.connection import NoJetStream
 from consumer_sdk.wire.column_types import TableSchema
@@ -136,15 +137,10 @@ class SchemaBook:
                 await consumer.close()
 
     def _consumer(self, timeout: float | None) -> PullConsumer:
-        return PullConsumer(
-            self._nc,
-            f"KV_{self._bucket}",
-            filters=[f"$KV.{self._bucket}.>"],
-            start_sequence=1,
-            gapless=False,
-            window=512,
-            timeout=timeout,
+        everything = Selection(
+            f"KV_{self._bucket}", [f"$KV.{self._bucket}.>"], trimming=Trimming.ALLOWED
         )
+        return PullConsumer(self._nc, everything, window=512, timeout=timeout)
 
     def _apply(self, frames: list[Frame], found: dict[str, TableSchema]) -> None:
         for frame in frames:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from consumer_sdk.errors import CorruptData, GapError, NotAvailable, UsageError
+from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.stream import get_message
 from consumer_sdk.reading.transactions import COUNTED
@@ -152,14 +153,13 @@ class _Probe:
         end = min(end, self._bounds.last + 1)
         if start >= end:
             return
-        consumer = PullConsumer(
-            self._nc,
+        everything = Selection(
             self._subjects.cdc_stream,
-            filters=[self._subjects.cdc_all],
-            start_sequence=start,
-            gapless=False,
-            window=min(_WINDOW, 2 * (end - start)),
+            [self._subjects.cdc_all],
+            start,
+            trimming=Trimming.ALLOWED,
         )
+        consumer = PullConsumer(self._nc, everything, window=min(_WINDOW, 2 * (end - start)))
         try:
             while consumer.next_sequence < end:
                 frames = await consumer.take(_LOOK_AROUND, wait=1.0)

@@ -20,6 +20,7 @@ from consumer_sdk.errors import (
     VersionTooNew,
 )
 from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.schema import TableName, resolve_table
 from consumer_sdk.reading.stream import stream_bounds
@@ -134,14 +135,13 @@ class _Pending:
     async def run(self, options: dict[str, Any], fresh: bool) -> SnapshotMeta:
         subjects = self._client.subjects
         bounds = await stream_bounds(self._client.nc, subjects.init_stream)
-        consumer = PullConsumer(
-            self._client.nc,
+        outcomes = Selection(
             subjects.init_stream,
-            filters=[subjects.meta(self._token), subjects.error(self._token)],
-            start_sequence=bounds.last + 1,
-            gapless=False,
-            window=64,
+            [subjects.meta(self._token), subjects.error(self._token)],
+            bounds.last + 1,
+            trimming=Trimming.ALLOWED,
         )
+        consumer = PullConsumer(self._client.nc, outcomes, window=64)
         watching: Subscription | None = None
         try:
             watching = await self._client.nc.subscribe(

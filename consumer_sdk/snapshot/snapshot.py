@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import CorruptData, GapError, NotAvailable, SnapshotFailed
 from consumer_sdk.reading.decoder import parse_headers
-from consumer_sdk.reading.proof import find_break
+from consumer_sdk.reading.proof import Selection, Trimming, find_break
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.stream import Frame, get_message, stream_bounds
 from consumer_sdk.snapshot.chunks import ChunkReader, ChunkRows
@@ -138,14 +138,12 @@ class Snapshot:
         if not self.meta.batch_count:
             return
         subjects = self._client.subjects
-        consumer = PullConsumer(
-            self._client.nc,
+        chunks = Selection(
             subjects.init_stream,
-            filters=[subjects.chunk(self.meta.token, self.meta.snapshot_id, "*")],
-            start_sequence=1,
-            gapless=False,
-            window=32,
+            [subjects.chunk(self.meta.token, self.meta.snapshot_id, "*")],
+            trimming=Trimming.ALLOWED,
         )
+        consumer = PullConsumer(self._client.nc, chunks, window=32)
         try:
             while len(seen) < self.meta.batch_count:
                 frames = await consumer.take(8, wait=1.0)

@@ -31,7 +31,7 @@ async def test_a_purged_stream_is_a_gap(publisher: Publisher, client: Client) ->
 async def test_a_purge_under_a_lagging_feed_is_a_gap(publisher: Publisher, client: Client) -> None:
     await publisher.insert(*range(300))
     feed = client.feed(["users"], 1, max_batch=1)
-    feed._consumer._window = 4
+    feed._consumer._demand._window = 4
     assert ids(await read_events(feed, 1)) == [0]
     await publisher.js.purge_stream(publisher.subjects.cdc_stream)
     await publisher.insert(1000)
@@ -43,8 +43,8 @@ async def test_a_purge_under_a_lagging_feed_is_a_gap(publisher: Publisher, clien
 async def test_trimming_other_tables_is_no_gap_for_an_idle_feed(
     publisher: Publisher, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumer_sdk.reading.deliveries.EXPIRES_SECONDS", 1.0)
-    monkeypatch.setattr("consumer_sdk.reading.deliveries.HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr("consumer_sdk.reading.demand.EXPIRES_SECONDS", 1.0)
+    monkeypatch.setattr("consumer_sdk.reading.demand.HEARTBEAT_SECONDS", 0.3)
     await publisher.insert(1)
     feed = client.feed(["users"], 1)
     assert ids(await read_events(feed, 1)) == [1]
@@ -106,7 +106,7 @@ async def test_a_stream_deleted_under_a_filtered_feed_is_a_gap(
         await publisher.insert(number, table="users" if number % 2 else "orders")
     feed = client.feed(["users"], 1, max_batch=1)
     assert ids(await read_events(feed, 1)) == [1]
-    await eventually(lambda: len(feed._consumer._in.buffer) == 9)
+    await eventually(lambda: len(feed._consumer._demand.buffer) == 9)
     await publisher.js.delete_stream(publisher.subjects.cdc_stream)
     with pytest.raises(GapError, match="gone"):
         await read_events(feed, 20)

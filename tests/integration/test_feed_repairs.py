@@ -68,8 +68,8 @@ async def test_a_deaf_connection_is_noticed_by_missing_heartbeats(
     tcp_proxy: Callable[[int], TcpProxy],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("consumer_sdk.reading.deliveries.HEARTBEAT_SECONDS", 0.2)
-    monkeypatch.setattr("consumer_sdk.reading.deliveries.STALL_SECONDS", 0.6)
+    monkeypatch.setattr("consumer_sdk.reading.demand.HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr("consumer_sdk.reading.demand.STALL_SECONDS", 0.6)
     monkeypatch.setattr("consumer_sdk.transport.connection.API_TIMEOUT_SECONDS", 0.5)
     proxy = tcp_proxy(nats_server.port)
     async with connect(proxy.through(nats_server.url), prefix=prefix) as client:
@@ -220,7 +220,7 @@ async def test_a_replica_that_lags_hides_nothing_from_an_idle_feed(
         seen: list[Any] = []
         for number in range(1, 101):
             # As after a pull request that has expired: it looks how far the stream goes.
-            feed._consumer._in.starved = True
+            feed._consumer._demand.exhausted = True
             servers[home].freeze()
             await publisher.insert(number)
             looking = asyncio.ensure_future(read_events(feed, 1))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from consumer_sdk.errors import GapError
+from consumer_sdk.reading.proof import Selection
 from consumer_sdk.reading.pull import PullConsumer
 from tests.fixtures.waiting import eventually
 
@@ -23,13 +24,12 @@ WINDOW = 4
 async def reader(publisher: Publisher, client: Client) -> AsyncIterator[PullConsumer]:
     """Has asked for four messages and got them, each as the newest of the stream."""
     stream = publisher.subjects.cdc_stream
-    consumer = PullConsumer(
-        client.nc, stream, filters=[publisher.subjects.cdc_all], start_sequence=1, window=WINDOW
-    )
+    everything = Selection(stream, [publisher.subjects.cdc_all])
+    consumer = PullConsumer(client.nc, everything, window=WINDOW)
     assert await consumer.take(1, wait=0.1) == []
     for number in range(1, WINDOW + 1):
         await publisher.insert(number)
-        await eventually(lambda number=number: len(consumer._in.buffer) == number)
+        await eventually(lambda number=number: len(consumer._demand.buffer) == number)
     yield consumer
     await consumer.close()
 
@@ -53,7 +53,7 @@ async def test_messages_purged_while_a_reader_asked_for_nothing_are_a_gap(
 async def test_messages_purged_with_nothing_after_them_are_a_gap_too(
     publisher: Publisher, reader: PullConsumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumer_sdk.reading.deliveries.EXPIRES_SECONDS", 1.0)
+    monkeypatch.setattr("consumer_sdk.reading.demand.EXPIRES_SECONDS", 1.0)
     await publisher.insert(5)
     await publisher.js.purge_stream(publisher.subjects.cdc_stream)
     with pytest.raises(GapError, match="trimmed or purged"):
@@ -66,8 +66,8 @@ async def test_messages_that_a_reader_had_asked_for_are_none(
     assert len(await reader.take(WINDOW, wait=5)) == WINDOW
     assert await reader.take(WINDOW, wait=0.2) == []
     await publisher.insert(5)
-    await eventually(lambda: len(reader._in.buffer) == 1)
+    await eventually(lambda: len(reader._demand.buffer) == 1)
     await publisher.js.purge_stream(publisher.subjects.cdc_stream)
     await publisher.insert(6)
-    await eventually(lambda: len(reader._in.buffer) == 2)
+    await eventually(lambda: len(reader._demand.buffer) == 2)
     assert len(await reader.take(WINDOW, wait=5)) == 2

@@ -1,0 +1,255 @@
+"""HOT PATH: the window of demand of a pull consumer, between the connection and its reader.
+
+It counts what was asked for, what has come and what has been taken, so that memory is bounded and a
+lost delivery is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from itertools import islice
+from typing import Final, NamedTuple
+
+from consumer_sdk.reading.stream import Frame
+
+HEARTBEAT_SECONDS = 2.0
+STALL_SECONDS = 3 * HEARTBEAT_SECONDS
+EXPIRES_SECONDS = 30.0
+LATE_SECONDS: Final = 2.0
+WINDOW_BYTES: Final = 16 * 1024 * 1024
+_NANOSECONDS: Final = 1_000_000_000
+_ENDED_NORMALLY: Final = ("message size exceeds maxbytes", "batch completed")
+
+
+class Delivered(NamedTuple):
+    """The oldest messages that were not taken yet, with what their delivery proves.
+
+    From index `unwatched_from` on, messages before a frame may have been trimmed undelivered: they
+    had to wait for a request. `is_newest` tells that the last frame was the last one stored.
+    """
+
+    frames: list[Frame]
+    size: int
+    unwatched_from: int
+    is_newest: bool
+
+
+class Demand:
+    """Pull requests that are open, and the messages that came and were not taken yet.
+
+    `failure` says why the consumer must be replaced, None while it works. `exhausted` is set when
+    the server had fulfilled every request, so that it did not deliver at once what was stored then.
+    `taken` counts the consumer's messages that have left the buffer. Behind message number
+    `unasked_from` others may have been stored and trimmed while no request was open; None if no
+    such time is known.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.buffer: deque[tuple[bytes, bytes, bytes, bytes | None]] = deque()
+        self.failure: str | None = "not opened"
+        self.exhausted = False
+        self.taken = 0
+        self.unasked_from: int | None = None
+        self._unasked_until = 0
+        self._window = window
+        self._bytes = 0
+        self._asked = 0
+        self._nothing_came = False
+        self._request_bytes = WINDOW_BYTES // 2
+        self._asked_at = 0.0
+        self._heard_at = 0.0
+        self._silent = 0.0
+        """For how long nothing was heard, counting only the time spent waiting for it."""
+        self._waiter: asyncio.Future[None] | None = None
+
+    def begin(self, largest_message: int) -> None:
+        """Start counting for a new consumer of messages up to a size."""
+        self.drop()
+        self.exhausted = False
+        self.taken = 0
+        self.unasked_from = None
+        self._asked = 0
+        self._nothing_came = False
+        self._request_bytes = max(WINDOW_BYTES // 2, 2 * largest_message)
+        self._heard_at = asyncio.get_running_loop().time()
+        self._silent = 0.0
+
+    @property
+    def was_unasked(self) -> bool:
+        """Whether no request was open for a time after the last message taken."""
+        return self.unasked_from is not None and self.taken >= self.unasked_from
+
+    def on_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        """Take in what the server sends to the inbox: messages and statuses."""
+        if reply.startswith(b"$JS.ACK."):
+            self.buffer.append((subject, reply, payload, headers))
+            self._bytes += len(payload)
+            self._asked -= 1
+            self._nothing_came = False
+            if self._asked <= 0:
+                self.exhausted = True
+                self._note_unasked()
+        elif not self._on_status(headers or b""):
+            return
+        self.wake()
+
+    def _on_status(self, headers: bytes) -> bool:
+        """Whether the status is worth waking up for."""
+        self._heard_at = asyncio.get_running_loop().time()
+        self._silent = 0.0
+        first, _, rest = headers.partition(b"\r\n")
+        status, _, description = first.removeprefix(b"NATS/1.0").strip().partition(b" ")
+        fields = _fields(rest)
+        if status == b"100":
+            # A heartbeat says how many messages were delivered: fewer here means some were lost.
+            sent = fields.get(b"nats-last-consumer", b"")
+            if sent.isdigit() and int(sent) > self.taken + len(self.buffer):
+                self.failure = "messages were lost on the way"
+                return True
+            return False
+        pending = fields.get(b"nats-pending-messages", b"")
+        ended = description.decode("utf-8", "replace").lower()
+        if status == b"408" or (status == b"409" and ended.startswith(_ENDED_NORMALLY)):
+            if status == b"409" and self._nothing_came:
+                # Stored while the server allowed larger messages: ask for more bytes at a time.
+                self._request_bytes *= 2
+            self._asked = max(0, self._asked - int(pending)) if pending.isdigit() else 0
+            self.exhausted = self.exhausted or self._asked == 0
+            # A request that expires is renewed at once, unless this process was frozen.
+            late = time.time() > self._asked_at + EXPIRES_SECONDS + LATE_SECONDS
+            if self._asked == 0 and (status == b"409" or late):
+                self._note_unasked()
+        elif status:
+            self.failure = f"{status.decode('ascii', 'replace')} {ended}"
+        return True
+
+    def _note_unasked(self) -> None:
+        self._unasked_until = self.taken + len(self.buffer)
+        if self.unasked_from is None or self._unasked_until < self.unasked_from:
+            self.unasked_from = self._unasked_until
+
+    def fail(self, reason: str) -> None:
+        """Note why the consumer must be replaced, and wake whoever waits."""
+        self.failure = reason
+        self.wake()
+
+    def drop(self) -> None:
+        """Forget what was not taken; it will be delivered again."""
+        self.buffer.clear()
+        self._bytes = 0
+
+    def peek(self, limit: int, through: int) -> Delivered:
+        """The messages to be taken next, all of them stored after sequence `through`.
+
+        A delivery that is lost or foreign is noted as `failure`; the messages before it are good.
+        """
+        frames: list[Frame] = []
+        append = frames.append
+        number = self.taken
+        waiting_from: int | None = None
+        pending = b"0"
+        size = 0
+        try:
+            for subject, reply, payload, headers in islice(self.buffer, limit):
+                tokens = reply.split(b".")
+                # $JS.ACK.<stream>.<consumer>.<tries>.<stream seq>.<consumer seq>.<time>.<pending>,
+                # with <domain>.<account> before the stream on newer or leaf-node servers.
+                at = 5 if len(tokens) == 9 else 7
+                sequence = int(tokens[at])
+                number += 1
+                if int(tokens[at + 1]) != number or sequence <= through:
+                    self.failure = "delivery numbers are not consecutive"
+                    break
+                pending = tokens[at + 3]
+                through = sequence
+                size += len(payload)
+                append(Frame(sequence, subject, headers, payload))
+                if waiting_from is None and pending != b"0":
+                    waiting_from = len(frames)
+        except (ValueError, IndexError):
+            self.failure = "a message in the inbox is not from JetStream"
+        unwatched_from = len(frames) if waiting_from is None else waiting_from
+        if self.exhausted:
+            unwatched_from = 0
+        elif self.unasked_from is not None:
+            unwatched_from = min(unwatched_from, max(0, self.unasked_from - self.taken))
+        return Delivered(frames, size, unwatched_from, pending == b"0")
+
+    def remove(self, count: int, size: int) -> None:
+        """Let go of the oldest messages, `size` bytes together."""
+        popleft = self.buffer.popleft
+        for _ in range(count):
+            popleft()
+        self._bytes -= size
+        self._silent = 0.0
+        self.taken += count
+        if self.taken > self._unasked_until:
+            self.unasked_from = None
+        if self._asked > 0:
+            self.exhausted = False
+
+    def request(self, taking: int) -> bytes | None:
+        """The pull request that is due, None if enough is asked for or held already.
+
+        `taking` messages are about to be removed.
+        """
+        asked = max(self._asked, 0)
+        held = len(self.buffer) - taking + asked
+        if self.failure is not None or held > self._window // 2:
+            return None
+        if self._bytes > WINDOW_BYTES and len(self.buffer) > taking:
+            return None
+        batch = self._window - held
+        self._nothing_came = asked == 0
+        self._asked = asked + batch
+        self._asked_at = time.time()
+        return json.dumps(
+            {
+                "batch": batch,
+                "max_bytes": self._request_bytes,
+                "expires": int(EXPIRES_SECONDS * _NANOSECONDS),
+                "idle_heartbeat": int(HEARTBEAT_SECONDS * _NANOSECONDS),
+            }
+        ).encode()
+
+    async def wait(self, deadline: float | None) -> None:
+        """Wait for a message, for a failure, or until `deadline`; silence is a failure too.
+
+        Silence adds up over short waits, or a reader that waits often would never notice it.
+        """
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        if self.failure is not None or self.buffer:
+            return
+        until = begun + STALL_SECONDS - self._silent
+        await self.pause(until if deadline is None else min(until, deadline))
+        if self.buffer:
+            return
+        self._silent += loop.time() - max(self._heard_at, begun)
+        if self._silent >= STALL_SECONDS and self.failure is None:
+            self.failure = "no heartbeat"
+
+    async def pause(self, until: float) -> None:
+        """Wait until a time or until something happens."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout_at(until):
+                await self._waiter
+        except TimeoutError:
+            pass
+        finally:
+            self._waiter = None
+
+    def wake(self) -> None:
+        """End a wait."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
+def _fields(block: bytes) -> dict[bytes, bytes]:
+    pairs = (line.partition(b":") for line in block.split(b"\r\n") if b":" in line)
+    return {name.strip().lower(): value.strip() for name, _, value in pairs}
