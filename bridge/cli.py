@@ -211,7 +211,8 @@ def _require_addresses(settings: config.Settings) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from bridge.service import Service
-    from bridge.telemetry.logs import configure_logging, event
+    from bridge.telemetry.logs import configure_logging
+    from consumer_sdk.transport.logfmt import event
 
     settings = _settings(options)
     config.require(settings, "slot", "pub")

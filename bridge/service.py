@@ -36,9 +36,10 @@ from bridge.postgres.slot import SlotInUse
 from bridge.publish.patience import PatienceEnded
 from bridge.session import Session
 from bridge.telemetry.http import HttpServer
-from bridge.telemetry.logs import MetricsLine, event
+from bridge.telemetry.logs import MetricsLine
 from bridge.telemetry.stats import BridgeStats
 from bridge.telemetry.wal_monitor import WalMonitor
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from bridge.schemas.store import SchemaStore
 from bridge.schemas.tables import PublishedTables
 from bridge.snapshot.coordinator.service import SnapshotService
 from bridge.standing import choose_epoch, look_around
-from bridge.telemetry.logs import event
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import table_token
 
@@ -280,7 +280,7 @@ class Session:
         settings, stats, broker = self._settings, self._stats, self._broker
         fence, record, stream = standing.fence, standing.record, standing.stream
         frames = await FrameWriter.create(broker.client)
-        batched = stream.config.get("allow_batched") and standing.lease is None
+        batched = stream.config.get("allow_batched")
         writer = (FastIngestWriter if batched else PlainWriter)(
             broker.client, frames, settings.flush_timeout
         )
@@ -304,7 +304,6 @@ class Session:
             ring=ring,
             writer=writer,
             fence=fence,
-            lease=standing.lease,
             records=standing.records,
             progress=progress,
             preparation=Preparation(

@@ -13,13 +13,12 @@ from nats.js.errors import APIError
 
 from bridge.errors import DataAtRiskError, Retryable
 from bridge.events.resume import Resume
-from bridge.jetstream.fence import Fence, Lease, PublishRefused
-from bridge.jetstream.link import server_version
+from bridge.jetstream.fence import Fence, PublishRefused
 from bridge.jetstream.readback import RecordReader
 from bridge.jetstream.streams import stream_state
 from bridge.publish.continuity import Continuity, decide
 from bridge.publish.progress import load_progress
-from bridge.telemetry.logs import event
+from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bridge.session")
 
-COMPARING_VERSION = (2, 11, 0)
-"""Since then a message can name the last sequence of another subject: the fence's."""
-
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -45,7 +41,6 @@ class Standing:
     slot_lsn: int
     stream: StreamState
     fence: Fence
-    lease: Lease | None
     records: RecordReader
     record: Record
 
@@ -91,7 +86,6 @@ async def look_around(
     if stream is None:
         raise Retryable(f"stream {subjects.cdc_stream} has gone; it is created again")
     instance = secrets.token_hex(8)
-    compares = server_version(broker.client) >= COMPARING_VERSION
     fence = Fence(
         broker.client,
         stream=stream.name,
@@ -99,14 +93,9 @@ async def look_around(
         source=source,
         instance=instance,
         as_json=as_json,
-        compares=compares,
         batched=bool(stream.config.get("allow_batched")),
     )
-    lease = None
     try:
-        if not compares:
-            lease = Lease(broker.bridge, source=source, instance=instance)
-            await lease.take()
         records = RecordReader(broker.client, subjects, source, is_foreign, broker.dictionaries)
         kept = await load_progress(broker.bridge, source)
         record = await records.read(await fence.take(), kept)
@@ -114,7 +103,7 @@ async def look_around(
         raise Retryable(f"the CDC stream takes no messages: {error}") from error
     except (TimeoutError, nats.errors.Error, APIError) as error:
         raise Retryable(f"the record cannot be read: {error}") from error
-    return Standing(server, slot_lsn, stream, fence, lease, records, record)
+    return Standing(server, slot_lsn, stream, fence, records, record)
 
 
 def choose_epoch(source: str, record: Record, decision: Continuity, *, may_begin_anew: bool) -> int:

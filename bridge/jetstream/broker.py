@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.subjects import Subjects
 
 BUCKET_POLL_SECONDS = 5.0
-LEAST_VERSION = (2, 10, 0)
+OLDEST_VERSION = (2, 11, 0)
+"""Since then a batch can name the newest sequence of another subject: that of the fence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,9 @@ async def open_broker(client: Client, settings: Settings) -> Broker:
     subjects, replicas = settings.subjects, settings.replicas
     js = client.jetstream()
     version = server_version(client)
-    if version < LEAST_VERSION:
+    if version < OLDEST_VERSION:
         raise BrokerError(
-            f"nats-server {'.'.join(map(str, version))} is too old; 2.10 is the least"
+            f"nats-server {'.'.join(map(str, version))} is too old; upgrade it to 2.11 or newer"
         )
     await _refuse_lost_stream(client, settings)
     await ensure_stream(

@@ -1,8 +1,6 @@
 """The fence: whoever wrote the newest message on `cdc.$fence.{source}` may publish.
 
-From server 2.11 on every batch names the sequence of its own fence, so the stream itself refuses a
-stale writer. Older servers cannot compare with another subject; there a lease in the KV bucket
-must be fresh before each batch.
+Every batch names the sequence of its own fence, so the stream itself refuses a stale writer.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import nats.errors
-from nats.js.errors import APIError, KeyNotFoundError, KeyWrongLastSequenceError
 
 from bridge.errors import Retryable
 from bridge.jetstream.batches import end_batch
@@ -22,10 +19,7 @@ from consumer_sdk.wire.errors import WireError
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
-    from nats.js.kv import KeyValue
 
-LEASE_SECONDS = 5.0
-RENEW_SECONDS = 2.0
 PUBLISH_TIMEOUT_SECONDS = 5.0
 TAKE_ATTEMPTS = 10
 WRONG_LAST_SEQUENCE = (10071, 10164)
@@ -54,8 +48,8 @@ class _Written(NamedTuple):
 class Fence:
     """Our right to publish for one source.
 
-    `compares` says that the server can hold a batch against the fence, `batched` that stale
-    writers may have left a fast-ingest batch open, which the fence alone does not stop.
+    `batched` says that stale writers may have left a fast-ingest batch open, which the fence alone
+    does not stop.
     """
 
     def __init__(
@@ -67,7 +61,6 @@ class Fence:
         source: str,
         instance: str,
         as_json: bool,
-        compares: bool,
         batched: bool,
     ) -> None:
         self._client = client
@@ -76,7 +69,6 @@ class Fence:
         self._source = source
         self._instance = instance
         self._as_json = as_json
-        self._compares = compares
         self._batched = batched
         self._count = 0
         self.sequence = 0
@@ -184,46 +176,12 @@ class Fence:
         self.sequence = answer["seq"]
         self.msg_id = msg_id.encode()
         self.batch_id = _batch_id(self.sequence)
-        if self._compares:
-            self.headers = (
-                f"Nats-Expected-Last-Subject-Sequence: {self.sequence}\r\n"
-                f"Nats-Expected-Last-Subject-Sequence-Subject: {self._subject}\r\n"
-            ).encode()
+        self.headers = (
+            f"Nats-Expected-Last-Subject-Sequence: {self.sequence}\r\n"
+            f"Nats-Expected-Last-Subject-Sequence-Subject: {self._subject}\r\n"
+        ).encode()
 
 
 def _batch_id(fence_seq: int) -> bytes:
     # Unique in the stream, and known to whoever reads the fence.
     return b"fence%x" % fence_seq
-
-
-class Lease:
-    """A lease in KV for servers before 2.11: looked at before each batch, renewed in time."""
-
-    def __init__(self, bucket: KeyValue, *, source: str, instance: str) -> None:
-        self._bucket = bucket
-        self._key = f"lease.{source}"
-        self._source = source
-        self._value = instance.encode()
-        self._revision = 0
-        self._renewed = 0.0
-
-    async def take(self) -> None:
-        """Hold the lease from now on."""
-        try:
-            self._revision = await self._bucket.put(self._key, self._value)
-            self._renewed = time.monotonic()
-        except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
-            raise Retryable(f"lease not written: {error}") from error
-
-    async def keep(self, *, at_once: bool = False) -> None:
-        """Renew when due; Fenced when somebody else holds the lease."""
-        if not at_once and time.monotonic() - self._renewed < RENEW_SECONDS:
-            return
-        try:
-            self._revision = await self._bucket.update(self._key, self._value, last=self._revision)
-            self._renewed = time.monotonic()
-        except (KeyWrongLastSequenceError, KeyNotFoundError) as error:
-            raise Fenced(f"source {self._source} was taken over by another bridge") from error
-        except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
-            if at_once or time.monotonic() - self._renewed > LEASE_SECONDS:
-                raise Retryable(f"lease not renewed: {error}") from error

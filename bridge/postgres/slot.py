@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from bridge.errors import DataAtRiskError, Retryable, SourceError, UnknownToLog
 from bridge.postgres.connection import ReplicationConnection, ReplicationRefused
 from bridge.publish.continuity import Server
-from bridge.telemetry.logs import event
 from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.lsn import parse_lsn
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from bridge.errors import BrokerError, SourceError
-from bridge.telemetry.logs import mask_secrets
+from consumer_sdk.transport.logfmt import mask_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

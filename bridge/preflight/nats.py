@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any
 
+from bridge.jetstream.broker import OLDEST_VERSION
 from bridge.jetstream.streams import ApiError, api
 from bridge.preflight.findings import Finding, ok, problem, warning
 from bridge.preflight.permissions import stream_names
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from consumer_sdk.wire.subjects import Subjects
 
-OLDEST_VERSION = (2, 10, 0)
 FAST_VERSION = (2, 14, 0)
 USUAL_PAYLOAD = 1024**2
 LITTLE_STORAGE = 1024**3
@@ -107,9 +107,9 @@ def _version(version: tuple[int, int, int]) -> Iterator[Finding]:
         yield problem(
             "nats",
             "nats-version",
-            f"nats-server {text} is older than 2.10",
-            "the bridge relies on newer JetStream features",
-            "upgrade nats-server to 2.10 or newer, best 2.14 or newer",
+            f"nats-server {text} is older than 2.11",
+            "only a newer one refuses what a bridge writes after another has taken over",
+            "upgrade nats-server to 2.11 or newer, best 2.14 or newer",
             blocks=True,
         )
     elif version < FAST_VERSION:

@@ -16,7 +16,7 @@ import zstandard
 from nats.js.errors import APIError
 
 from bridge.jetstream.dictionaries import FEWEST_SAMPLES, train
-from bridge.telemetry.logs import event
+from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -7,8 +7,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from bridge.telemetry.logs import event
 from bridge.telemetry.stats import StatusWarning
+from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
     from nats.aio.client import Client

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from bridge.errors import Retryable
 from bridge.events.outgoing import ITEM_OVERHEAD, Item, Outgoing
 from bridge.jetstream.batches import FIRST_ERROR_CODE, Refusal
-from bridge.jetstream.fence import Fence, Fenced, Lease, PublishRefused
+from bridge.jetstream.fence import Fence, Fenced, PublishRefused
 from bridge.jetstream.record import is_counted, is_held
 from bridge.jetstream.streams import ApiError, stream_state
 from bridge.publish.patience import ASK_CHECK, BRING_BACK, FREE_ROOM
-from bridge.telemetry.logs import event
 from bridge.telemetry.stats import MESSAGE_TOKENS
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.holds import hold
+from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -98,7 +98,6 @@ class Publisher:
         ring: Ring[Item],
         writer: BatchWriter,
         fence: Fence,
-        lease: Lease | None,
         records: RecordReader,
         progress: ProgressLog,
         preparation: Preparation,
@@ -114,7 +113,6 @@ class Publisher:
         self._ring = ring
         self._writer = writer
         self._fence = fence
-        self._lease = lease
         self._records = records
         self._progress = progress
         self._preparation = preparation
@@ -299,8 +297,6 @@ class Publisher:
             if self._doubt:
                 chunk = await self._recover(Refusal(0, "the connection to NATS was lost"), chunk)
                 continue
-            if self._lease is not None:
-                await self._lease.keep()
             outcome = await self._writer.send(chunk, self._fence, following)
             if outcome.stored:
                 self._acknowledged(chunk[: outcome.stored], outcome.last_seq)
@@ -319,8 +315,6 @@ class Publisher:
         self, refusal: Refusal, chunk: Sequence[Outgoing]
     ) -> Sequence[Outgoing]:
         """Go on behind a message of somebody else, unless it was a stale writer of ours."""
-        if self._lease is not None:
-            await self._lease.keep(at_once=True)
         following = next((item for item in chunk if is_counted(item)), None)
         if following is not None:
             try:
@@ -416,8 +410,6 @@ class Publisher:
 
     async def _read_back(self) -> Record:
         """Take the fence anew and read what is stored; StreamChanged if it is less than it was."""
-        if self._lease is not None:
-            await self._lease.keep(at_once=True)
         fence_seq = await self._fence.renew()
         stored = self._stored
         found = await self._records.message_id_at(stored.stream_seq)

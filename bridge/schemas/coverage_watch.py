@@ -24,8 +24,8 @@ from bridge.schemas.coverage import (
     rewritten,
     unlogged_changes,
 )
-from bridge.telemetry.logs import event
 from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.lsn import parse_lsn
 from consumer_sdk.wire.subjects import format_table_name

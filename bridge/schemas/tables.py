@@ -12,8 +12,8 @@ from nats.js.errors import APIError
 from bridge.errors import Retryable, SchemaOvertaken, SourceError
 from bridge.events.outgoing import SchemaNotice
 from bridge.events.relations import Structure
-from bridge.telemetry.logs import event
 from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from aiohttp import web
 
 from bridge.errors import SettingsError
 from bridge.telemetry.history import History
-from bridge.telemetry.logs import event
 from bridge.telemetry.metrics import registry_for, render
 from bridge.telemetry.status import is_alive, status_document
+from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

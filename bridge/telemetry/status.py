@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from bridge.telemetry.logs import mask_secrets
+from consumer_sdk.transport.logfmt import mask_secrets
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:

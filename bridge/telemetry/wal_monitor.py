@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import psycopg
 
-from bridge.telemetry.logs import event
 from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
     from bridge.telemetry.stats import BridgeStats

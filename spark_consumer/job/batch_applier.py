@@ -19,6 +19,7 @@ from pyspark.sql import functions as fn
 from consumer_sdk.errors import CorruptData, GapError
 from consumer_sdk.reading.progress import Progress, gap_of
 from consumer_sdk.transport.holds import hold
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.envelope import CONTENT_TYPE, decode_payload
 from consumer_sdk.wire.errors import WireError
@@ -27,7 +28,6 @@ from spark_consumer.changes.staging import DecodingPlan, StagedChanges, stage_ch
 from spark_consumer.errors import SchemaChangeError
 from spark_consumer.lake.records import ManifestEntry, SourceMark
 from spark_consumer.lake.table_definition import evolve
-from spark_consumer.runtime.logs import note
 from spark_consumer.source.message_rows import BATCH, PROGRESS
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class BatchApplier:
         if count:
             seconds = time.monotonic() - started
             reached = max(end.values(), default=0)
-            note(
+            event(
                 logger,
                 "batch applied",
                 batch=batch_id,
@@ -207,7 +207,7 @@ class BatchApplier:
             raise
         if evolution.change == "rebuild":
             raise RebuildNeeded(kept, evolution.reason)
-        note(
+        event(
             logger,
             "schema changed",
             table=kept.name,

@@ -16,6 +16,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
 from consumer_sdk.errors import CdcError, GapError, NotAvailable
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import format_table_name
 from spark_consumer.errors import LakeConflictError, SparkConsumerError
 from spark_consumer.job.batch_applier import BatchApplier, RebuildNeeded
@@ -25,7 +26,6 @@ from spark_consumer.lake.directory import sole_job
 from spark_consumer.lake.embedded import EmbeddedDeltaLake
 from spark_consumer.lake.records import Manifest, SchemaArchive
 from spark_consumer.runtime.java import restored, root_cause
-from spark_consumer.runtime.logs import note
 from spark_consumer.runtime.nats_thread import NatsThread
 from spark_consumer.source.cdc_source import CdcSource
 from spark_consumer.source.snapshot_source import SnapshotSource
@@ -103,7 +103,7 @@ class SparkJob:
                 self._run()
             except (Py4JError, PySparkException, OSError) as error:
                 raise _told(error) from error
-            note(
+            event(
                 logger,
                 "done" if self._settings.once and not self._stopping.is_set() else "stopped",
                 tables=len(self._settings.tables),
@@ -127,22 +127,22 @@ class SparkJob:
                     rebuild.clear()
                     self._follow(nats, tables)
                 except RebuildNeeded as needed:
-                    note(logger, "table is rebuilt", table=needed.table.name, reason=needed.reason)
+                    event(logger, "table is rebuilt", table=needed.table.name, reason=needed.reason)
                     rebuild.add((needed.table.definition.schema, needed.table.definition.table))
                 except GapError as gap:
                     if not self._settings.rebootstrap:
                         raise
-                    note(logger, "gap", level=logging.WARNING, reason=str(gap))
+                    event(logger, "gap", level=logging.WARNING, reason=str(gap))
                 except NotAvailable as error:
                     if self._settings.once or not self._began:
                         raise
-                    note(logger, "waiting", level=logging.WARNING, reason=str(error))
+                    event(logger, "waiting", level=logging.WARNING, reason=str(error))
                     self._stopping.wait(_RETRY_SECONDS)
                 except LakeConflictError as error:
                     self._conflicts += 1
                     if self._conflicts > _CONFLICTS:
                         raise
-                    note(logger, "trying again", level=logging.WARNING, reason=str(error))
+                    event(logger, "trying again", level=logging.WARNING, reason=str(error))
                 except _SlowStartError:
                     if time.monotonic() > patience:
                         raise

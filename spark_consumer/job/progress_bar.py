@@ -8,7 +8,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, TextIO
 
-from spark_consumer.runtime.logs import note
+from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ class ProgressBar:
         self._shown_at = now
         if not self._terminal:
             amount = f"{done}/{total}" if total else str(done)
-            note(logger, "bootstrap", table=self._table, state=what, done=f"{amount} {unit}")
+            event(logger, "bootstrap", table=self._table, state=what, done=f"{amount} {unit}")
             return
         share = min(1.0, done / total) if total else 0.0
         filled = int(share * _WIDTH)

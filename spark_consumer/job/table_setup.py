@@ -13,6 +13,7 @@ import pyarrow as pa
 from consumer_sdk.errors import GapError, NotAvailable, UnknownTable
 from consumer_sdk.reading.proof import StreamBreak, find_break
 from consumer_sdk.transport.holds import hold
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import format_table_name, table_token
 from spark_consumer.errors import LakeError, LakeOptionsError, SchemaChangeError
 from spark_consumer.job.progress_bar import JobWatch, ProgressBar
@@ -30,7 +31,6 @@ from spark_consumer.lake.table_definition import (
     lake_columns,
     row_key,
 )
-from spark_consumer.runtime.logs import note
 from spark_consumer.source.snapshot_source import take_snapshot
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class TableSetup:
                     raise
                 name = format_table_name(schema.schema, schema.table)
                 reason = str(error)
-                note(logger, "table is rebuilt", level=logging.WARNING, table=name, reason=reason)
+                event(logger, "table is rebuilt", level=logging.WARNING, table=name, reason=reason)
                 due[index] = table
         for index, table in due.items():
             schema = schemas[index]
@@ -280,7 +280,7 @@ class TableSetup:
             table.replace(files, columns, position)
         self.rows_loaded += meta.row_count
         bar.finish(meta.row_count)
-        note(
+        event(
             logger,
             "table bootstrapped",
             table=name,

@@ -17,10 +17,10 @@ from deltalake import CommitProperties, DeltaTable, Schema, Transaction, WriterP
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import format_table_name, table_token
 from spark_consumer.errors import LakeConflictError, LakeError
 from spark_consumer.lake.lake_table import LakePosition, MergePlan
-from spark_consumer.runtime.logs import note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,7 +97,7 @@ class EmbeddedDeltaTable:
                         "it to the version before, or rebuild it with --rebootstrap"
                     )
                 if operation not in _HARMLESS:
-                    note(
+                    event(
                         logger,
                         "lake table changed by another writer",
                         level=logging.WARNING,

@@ -32,10 +32,10 @@ from consumer_sdk.reading.proof import (
     require_continuation,
     require_same_stream,
 )
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import Subjects, format_table_name, table_token
 from spark_consumer.lake.column_mapping import spark_schema
 from spark_consumer.lake.table_definition import define
-from spark_consumer.runtime.logs import note
 from spark_consumer.runtime.nats_thread import NatsThread
 from spark_consumer.source.message_rows import (
     BATCH,
@@ -213,7 +213,7 @@ def _checked(options: CdcOptions, bounds: LogBounds, after: int) -> int:
     if is_trimmed and not options.fail_on_data_loss:
         # Spark's reader process shows the event alone, without fields.
         lost = f"messages {after + 1} to {bounds.first - 1} are lost"
-        note(logger, lost, level=logging.WARNING)
+        event(logger, lost, level=logging.WARNING)
         return bounds.first - 1
     require_continuation(bounds, after + 1)
     return after

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 DIRECTORY = Path(sys.prefix) / "nats-servers"
+OLDEST = "2.11.0"
+TOO_OLD = "2.10.26"
 
 
 def nats_binary(version: str) -> Path:

@@ -8,6 +8,7 @@ import pytest
 
 from consumer_sdk.wire import parse_lsn
 from tests.fault.conftest import prepare
+from tests.fault.nats_binaries import OLDEST
 from tests.fault.scenario import ROUNDS, create_stream
 from tests.fixtures.waiting import eventually
 
@@ -50,7 +51,7 @@ async def test_kill_at_random_moments_where_the_stream_takes_no_batches(scenario
     assert len(history.sources[scenario.slot].epochs) == 1
 
 
-@pytest.mark.parametrize(("version", "flags"), [("2.10.26", ()), ("2.12.8", ("--pack",))])
+@pytest.mark.parametrize(("version", "flags"), [(OLDEST, ()), ("2.12.8", ("--pack",))])
 async def test_kill_at_random_moments_on_an_older_server(scenario_on, version, flags):
     scenario, _ = await scenario_on(version)
     load = prepare(scenario)

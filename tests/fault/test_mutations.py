@@ -156,8 +156,8 @@ MUTATIONS = (
     mutation(
         "no fence",
         "bridge/jetstream/fence.py",
-        r"        if self\._compares:",
-        "        if not self._compares:",
+        r"        self\.headers = \(\n",
+        "        self.unused_headers = (\n",
         "tests/fault/test_stale_writers.py::"
         "test_a_stale_batch_is_refused_as_a_whole[FastIngestWriter]",
         ROWS,

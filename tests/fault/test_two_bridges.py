@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.fault.conftest import prepare
+from tests.fault.nats_binaries import OLDEST
 from tests.fault.scenario import ROUNDS, create_stream
 from tests.fault.stream_oracle import compare_with_source
 from tests.fixtures.waiting import eventually
@@ -77,12 +78,12 @@ async def test_a_frozen_bridge_is_fenced_when_it_thaws(scenario, workload, batch
     assert not active.ready()
 
 
-@pytest.mark.parametrize("kind", ["batches", "plain", "2.10.26"])
+@pytest.mark.parametrize("kind", ["batches", "plain", OLDEST])
 async def test_a_bridge_stopped_between_publish_and_ack_adds_nothing_after_a_takeover(
     scenario_on, holds, kind
 ):
     """The stale one wakes with an acknowledged batch and a full ring, beyond the window."""
-    scenario, _ = await scenario_on("2.10.26" if kind == "2.10.26" else None)
+    scenario, _ = await scenario_on(OLDEST if kind == OLDEST else None)
     if kind == "plain":
         await create_stream(scenario)
     load = prepare(scenario, writers=1)
@@ -103,7 +104,7 @@ async def test_a_bridge_stopped_between_publish_and_ack_adds_nothing_after_a_tak
     await eventually(fresh.ready, 30, "the fresh one is active")
 
 
-@pytest.mark.parametrize("version", [None, "2.10.26"], ids=["batches", "2.10.26"])
+@pytest.mark.parametrize("version", [None, OLDEST], ids=["batches", OLDEST])
 async def test_two_publications_share_one_stream(scenario_on, version):
     scenario, _ = await scenario_on(version)
     load = prepare(scenario, writers=2)

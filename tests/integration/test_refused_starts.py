@@ -9,6 +9,7 @@ import pytest
 from nats.js.api import DiscardPolicy
 from nats.js.errors import NotFoundError
 
+from tests.fault.nats_binaries import TOO_OLD, nats_binary
 from tests.fixtures.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -100,3 +101,17 @@ async def test_a_bridge_without_nats_is_not_ready(
     assert bridge.http("/health").status == 200
     server.start()
     wait_until(lambda: bridge.http("/ready").status == 200)
+
+
+async def test_a_nats_server_that_cannot_compare_fences_is_refused(
+    database: Database,
+    own_nats: Callable[..., NatsServer],
+    bridge_process: Callable[..., BridgeProcess],
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    server = own_nats(binary=nats_binary(TOO_OLD))
+    bridge = bridge_process(wait=False, nats_url=server.url)
+    assert bridge.wait(30) == 3
+    assert f"nats-server {TOO_OLD} is too old; upgrade it to 2.11 or newer" in bridge.log_text()
+    assert database.value("SELECT count(*) FROM pg_replication_slots") == 0

@@ -14,16 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.telemetry.logs import (
+from bridge.telemetry.logs import MetricsLine, configure_logging
+from bridge.telemetry.stats import BridgeStats
+from consumer_sdk.transport.logfmt import (
     JsonFormatter,
     LogfmtFormatter,
-    MetricsLine,
-    configure_logging,
     event,
     mask_secrets,
     quote_logfmt,
 )
-from bridge.telemetry.stats import BridgeStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

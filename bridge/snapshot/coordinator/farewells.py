@@ -7,8 +7,8 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from bridge.snapshot.coordinator.init_stream import BROKER_TROUBLE
-from bridge.telemetry.logs import event
 from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -22,8 +22,8 @@ from bridge.snapshot.coordinator.requests import RequestDoor
 from bridge.snapshot.coordinator.run import Run, RunContext
 from bridge.snapshot.coordinator.worker_pool import WorkerPool, uninterrupted
 from bridge.snapshot.errors import ForeignTable, Refused, SnapshotError
-from bridge.telemetry.logs import event
 from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire import envelope
 from consumer_sdk.wire.subjects import table_token
 
