@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import nats.errors
-import psycopg
 from nats.js.errors import NotFoundError
 
 from bridge.errors import BridgeError, Retryable, SourceError
 from bridge.jetstream import link
 from bridge.postgres.connection import connect_catalog, conninfo_of
+from bridge.postgres.errors import DriverError, one_line
 from bridge.schemas.store import SchemaStore
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ async def drop(settings: Settings) -> int:
                 await connection.execute(
                     "SELECT pg_catalog.pg_drop_replication_slot(%s)", [settings.slot]
                 )
-            except psycopg.Error as error:
-                text = " ".join(str(error).split())
-                raise SourceError(f"slot {settings.slot} cannot be dropped: {text}") from error
+            except DriverError as error:
+                raise SourceError(
+                    f"slot {settings.slot} cannot be dropped: {one_line(error)}"
+                ) from error
             print(f"slot {settings.slot} dropped")
     await _release(settings)
     return 0

@@ -8,8 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-
 from bridge.errors import DataAtRiskError, Retryable, SourceError
 from bridge.events.assembler import Assembler
 from bridge.events.encoder import Encoder, JsonEncoder, MsgpackEncoder
@@ -20,7 +18,8 @@ from bridge.jetstream.frames import FrameWriter
 from bridge.jetstream.objects import ObjectWriter
 from bridge.jetstream.streams import ApiError, api
 from bridge.postgres.catalog import Catalog
-from bridge.postgres.connection import ReplicationRefused, connect_catalog, explain
+from bridge.postgres.connection import connect_catalog
+from bridge.postgres.errors import DriverError, ReplicationRefused, explain
 from bridge.postgres.slot import Slot
 from bridge.preflight import raise_if_blocked
 from bridge.preflight.postgres import check_postgres
@@ -49,7 +48,8 @@ if TYPE_CHECKING:
     from bridge.events.outgoing import Item
     from bridge.events.resume import Resume
     from bridge.jetstream.broker import Broker
-    from bridge.publish.continuity import Continuity, Server
+    from bridge.postgres.slot import Server
+    from bridge.publish.continuity import Continuity
     from bridge.standing import Standing
     from bridge.telemetry.stats import BridgeStats
     from bridge.wal.messages import Relation
@@ -225,7 +225,7 @@ class Session:
                     "SELECT pg_catalog.pg_drop_replication_slot(%s)", [settings.slot]
                 )
             raise_if_blocked(f for f in findings if f.code != "slot-lost")
-        except psycopg.Error as error:
+        except DriverError as error:
             raise explain(error, "PostgreSQL cannot be looked at") from error
         finally:
             await connection.close()

@@ -15,9 +15,9 @@ from bridge.errors import DataAtRiskError, Retryable
 from bridge.events.resume import Resume
 from bridge.jetstream.fence import Fence, PublishRefused
 from bridge.jetstream.readback import RecordReader
+from bridge.jetstream.record import load_progress
 from bridge.jetstream.streams import stream_state
 from bridge.publish.continuity import Continuity, decide
-from bridge.publish.progress import load_progress
 from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from bridge.jetstream.broker import Broker
     from bridge.jetstream.record import Record
     from bridge.jetstream.streams import StreamState
-    from bridge.postgres.slot import Slot
-    from bridge.publish.continuity import Server
+    from bridge.postgres.slot import Server, Slot
     from consumer_sdk.wire.subjects import Subjects
 
 log = logging.getLogger("bridge.session")

@@ -10,6 +10,7 @@ from nats.js.errors import NotFoundError
 
 from bridge.errors import BrokerError, DataAtRiskError, Retryable
 from bridge.jetstream.link import server_version
+from bridge.jetstream.record import load_progress
 from bridge.jetstream.streams import (
     ApiError,
     cdc_config,
@@ -19,7 +20,6 @@ from bridge.jetstream.streams import (
     init_config,
     stream_state,
 )
-from bridge.publish.progress import load_progress
 from consumer_sdk.transport.cancellation import stay_cancelled
 
 if TYPE_CHECKING:

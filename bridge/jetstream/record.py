@@ -1,14 +1,18 @@
-"""What the stream itself records of a source: how far it has come, without I/O."""
+"""What the stream itself records of a source: how far it has come."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.wire.envelope import final_seq
-from consumer_sdk.wire.errors import WireError
+from nats.js.errors import KeyNotFoundError
+
+from consumer_sdk.wire.envelope import JSON, decode_payload, final_seq
+from consumer_sdk.wire.errors import MISFITS, WireError
 
 if TYPE_CHECKING:
+    from nats.js.kv import KeyValue
+
     from bridge.events.outgoing import Outgoing
 
 Document = dict[str, Any]
@@ -104,3 +108,26 @@ def is_held(item: Outgoing, record: Record) -> bool:
     if item.seq is None:
         return item.ordinal < record.next_ordinal
     return item.seq < record.next_seq
+
+
+async def load_progress(bucket: KeyValue, source: str) -> Document | None:
+    """The newest record the KV bucket holds."""
+    return (await read_progress(bucket, source))[1]
+
+
+async def read_progress(bucket: KeyValue, source: str) -> tuple[int, Document | None]:
+    """Revision and contents of the key; contents are None where they are not a record."""
+    try:
+        entry = await bucket.get(f"progress.{source}")
+    except KeyNotFoundError as error:
+        # A deleted key still has a revision, which the next one must follow.
+        return (error.entry.revision or 0) if error.entry is not None else 0, None
+    value, revision = entry.value or b"", entry.revision or 0
+    try:
+        document = decode_payload({"Content-Type": JSON} if value[:1] == b"{" else None, value)
+        if any(type(document[key]) is not int for key in ("epoch", "lsn", "stream_seq")):
+            raise WireError("not a progress record")
+        Record().note_progress(document)
+    except (WireError, *MISFITS):
+        return revision, None
+    return revision, document

@@ -10,7 +10,8 @@ import psycopg
 
 from bridge.errors import Retryable
 from bridge.events.values import ColumnType
-from bridge.postgres.connection import connect_catalog, explain
+from bridge.postgres.connection import connect_catalog
+from bridge.postgres.errors import explain
 from consumer_sdk.transport.cancellation import stay_cancelled
 
 if TYPE_CHECKING:

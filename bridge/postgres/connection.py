@@ -14,7 +14,8 @@ import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from bridge.errors import Retryable, SettingsError, SourceError
+from bridge.errors import Retryable, SettingsError
+from bridge.postgres.errors import ReplicationRefused, connection_lost, explain
 from bridge.wal.framing import build_status_update
 
 if TYPE_CHECKING:
@@ -34,26 +35,8 @@ SESSION_SETTINGS: Mapping[str, str] = {
 WAL_SENDER_TIMEOUT_MS = 8000
 CONNECT_TIMEOUT_SECONDS = 10
 
-# What libpq says before there is a session, and so without a code.
-_FATAL_TEXTS = (
-    ("password authentication failed", "28P01"),
-    ("no password supplied", "28P01"),
-    ("no pg_hba.conf entry", "28000"),
-    ("is not permitted to log in", "28000"),
-    ("must be superuser or replication role", "42501"),
-    ("permission denied", "42501"),
-    ("server does not support SSL", "ssl"),
-    ("invalid sslmode value", "ssl"),
-    ("certificate", "ssl"),
-)
-_FATAL_SQLSTATES = {
-    "28000": "check user, database and pg_hba.conf",
-    "28P01": "check POSTGRES_BRIDGE_PASSWORD or DATABASE_URL",
-    "3D000": "create the database or correct PG_DB / DATABASE_URL",
-    "42501": "grant the role what it lacks; `bridge check --fix-sql` prints the statements",
-    "0A000": "see the server's message",
-    "ssl": "check PGSSLMODE, PGSSLROOTCERT, PGSSLCERT and PGSSLKEY, or DATABASE_URL",
-}
+CatalogConnection = psycopg.AsyncConnection[tuple[Any, ...]]
+"""An ordinary connection, for questions to the catalog."""
 
 
 def conninfo_of(settings: Settings) -> str:
@@ -120,24 +103,7 @@ def _require_hosts(hosts: str, where: str) -> None:
         raise SettingsError(f"{where}: its host has an @; in a password write it as %40")
 
 
-def explain(error: psycopg.Error, doing: str) -> Exception:
-    """Turn a driver error into one that says what to do: repair, or wait and retry."""
-    state = error.sqlstate or ""
-    text = " ".join(str(error).split())
-    if not state:
-        for mark, code in _FATAL_TEXTS:
-            if mark in text:
-                state = code
-        if "database" in text and "does not exist" in text:
-            state = "3D000"
-        if "role" in text and "does not exist" in text:
-            state = "28000"
-    if state in _FATAL_SQLSTATES:
-        return SourceError(f"{doing}: {text}; {_FATAL_SQLSTATES[state]}")
-    return Retryable(f"{doing}: {text}")
-
-
-async def connect_catalog(conninfo: str) -> psycopg.AsyncConnection[tuple[Any, ...]]:
+async def connect_catalog(conninfo: str) -> CatalogConnection:
     """An ordinary connection in autocommit mode."""
     try:
         return await psycopg.AsyncConnection.connect(
@@ -153,8 +119,9 @@ class ReplicationConnection:
     All methods belong to one task, except `send_status`, which any task of the same loop may call.
     """
 
-    def __init__(self, pgconn: pq.abc.PGconn) -> None:
-        self._pgconn = pgconn
+    def __init__(self, connection: CatalogConnection) -> None:
+        self._connection = connection
+        pgconn = self._pgconn = connection.pgconn
         self._loop = asyncio.get_running_loop()
         self.get_copy_data = pgconn.get_copy_data
         self._closed = False
@@ -175,11 +142,7 @@ class ReplicationConnection:
             connection = await psycopg.AsyncConnection.connect(target, autocommit=True)
         except psycopg.Error as error:
             raise explain(error, "cannot open a replication connection") from error
-        self = cls(connection.pgconn)
-        self._keep = connection
-        return self
-
-    _keep: psycopg.AsyncConnection[tuple[Any, ...]]
+        return cls(connection)
 
     @property
     def backend_pid(self) -> int:
@@ -230,9 +193,7 @@ class ReplicationConnection:
                 while pgconn.get_result() is not None:
                     pass
         except psycopg.Error as error:
-            raise Retryable(
-                f"replication connection lost: {' '.join(str(error).split())}"
-            ) from error
+            raise connection_lost(error) from error
         return result
 
     def _failure(self, result: pq.abc.PGresult, doing: str) -> Exception:
@@ -303,9 +264,7 @@ class ReplicationConnection:
             self._pgconn.consume_input()
         except psycopg.Error as error:
             self.unwatch()
-            raise Retryable(
-                f"replication connection lost: {' '.join(str(error).split())}"
-            ) from error
+            raise connection_lost(error) from error
 
     def end_of_stream(self) -> Exception:
         """Why the server ended the stream."""
@@ -313,7 +272,7 @@ class ReplicationConnection:
         try:
             result = self._pgconn.get_result()
         except psycopg.Error as error:
-            return Retryable(f"replication connection lost: {' '.join(str(error).split())}")
+            return connection_lost(error)
         if result is not None and result.error_message:
             return self._failure(result, "streaming")
         return Retryable("PostgreSQL ended the replication stream")
@@ -336,9 +295,7 @@ class ReplicationConnection:
             self._pgconn.flush()
         except psycopg.Error as error:
             self.unwatch()
-            raise Retryable(
-                f"replication connection lost: {' '.join(str(error).split())}"
-            ) from error
+            raise connection_lost(error) from error
 
     async def finish(self) -> None:
         """Leave streaming in good order, so that the slot is free at once."""
@@ -364,13 +321,4 @@ class ReplicationConnection:
         if not self._closed:
             self._closed = True
             self.unwatch()
-            await self._keep.close()
-
-
-class ReplicationRefused(Exception):
-    """The server answered a replication command with an error."""
-
-    def __init__(self, doing: str, sqlstate: str, message: str) -> None:
-        super().__init__(f"{doing}: {message}")
-        self.sqlstate = sqlstate
-        self.message = message
+            await self._connection.close()

@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bridge.errors import DataAtRiskError, Retryable, SourceError, UnknownToLog
-from bridge.postgres.connection import ReplicationConnection, ReplicationRefused
-from bridge.publish.continuity import Server
+from bridge.postgres.connection import ReplicationConnection
+from bridge.postgres.errors import (
+    FEATURE_NOT_SUPPORTED,
+    INSUFFICIENT_PRIVILEGE,
+    INVALID_AUTHORIZATION,
+    OBJECT_IN_USE,
+    OBJECT_NOT_IN_PREREQUISITE_STATE,
+    UNDEFINED_OBJECT,
+    ReplicationRefused,
+)
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.lsn import parse_lsn
@@ -26,9 +35,19 @@ LONGEST_SILENCE_SECONDS = 60.0
 FAILOVER_VERSION = 170000
 RELEASE_ATTEMPTS = 10
 RELEASE_PAUSE_SECONDS = 0.2
-_IN_USE = "55006"
-_PREREQUISITE = "55000"
-_FIX_THE_DATABASE = ("42501", "28000", "0A000")
+_FIX_THE_DATABASE = (INSUFFICIENT_PRIVILEGE, INVALID_AUTHORIZATION, FEATURE_NOT_SUPPORTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What IDENTIFY_SYSTEM and the timeline's history tell."""
+
+    system_id: str
+    timeline: int
+    database: str
+    flushed_lsn: int
+    forks: tuple[tuple[int, int], ...] = ()
+    """(timeline, LSN at which history left it), oldest first."""
 
 
 class SlotInUse(Exception):
@@ -113,18 +132,21 @@ class Slot:
         try:
             await self.connection.start_streaming(self._name, self._publication, origin)
         except ReplicationRefused as error:
-            if error.sqlstate == _IN_USE:
+            if error.sqlstate == OBJECT_IN_USE:
                 raise SlotInUse(error.message) from error
-            if error.sqlstate == _PREREQUISITE:
+            if error.sqlstate == OBJECT_NOT_IN_PREREQUISITE_STATE:
                 raise DataAtRiskError(
                     f"slot {self._name}: {error.message}; start with --on-gap=new-epoch to "
                     "replace it and have consumers bootstrap again"
                 ) from error
+            if error.sqlstate == UNDEFINED_OBJECT:
+                # The slot: pgoutput looks for the publication only when it decodes a change.
+                raise Retryable(error.message) from error
             raise self.explain(error) from error
 
     def explain(self, error: ReplicationRefused) -> Exception:
-        """What a refusal of the walsender means for the operator."""
-        if "publication" in error.message and "does not exist" in error.message:
+        """What the error that ended the stream means for the operator."""
+        if error.sqlstate == UNDEFINED_OBJECT:
             return UnknownToLog(
                 f"publication {self._publication} is younger than slot {self._name}: the log there "
                 f"does not know it; drop the slot (bridge drop --slot {self._name} --yes) and "

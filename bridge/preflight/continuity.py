@@ -10,13 +10,12 @@ from nats.js.errors import APIError, NotFoundError
 
 from bridge.errors import BridgeError, DataAtRiskError, Retryable
 from bridge.jetstream.readback import RecordReader
-from bridge.jetstream.record import Record
+from bridge.jetstream.record import Record, load_progress
 from bridge.jetstream.streams import ApiError, stream_state
 from bridge.postgres.catalog import Catalog
-from bridge.postgres.slot import Slot
+from bridge.postgres.slot import Server, Slot
 from bridge.preflight.findings import Finding, Severity, ok, problem
-from bridge.publish.continuity import Continuity, Server, decide
-from bridge.publish.progress import load_progress
+from bridge.publish.continuity import Continuity, decide
 from bridge.schemas.store import SchemaStore
 from consumer_sdk.wire.lsn import format_lsn, parse_lsn
 

@@ -10,18 +10,7 @@ from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:
     from bridge.jetstream.record import Record
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """What IDENTIFY_SYSTEM and the timeline's history tell."""
-
-    system_id: str
-    timeline: int
-    database: str
-    flushed_lsn: int
-    forks: tuple[tuple[int, int], ...] = ()
-    """(timeline, LSN at which history left it), oldest first."""
+    from bridge.postgres.slot import Server
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,45 +17,20 @@ from typing import TYPE_CHECKING, Any
 import nats.errors
 from nats.js.errors import (
     APIError,
-    KeyNotFoundError,
     KeyValueError,
     KeyWrongLastSequenceError,
 )
 
 from bridge.events.outgoing import Outgoing
-from bridge.jetstream.record import Record
-from consumer_sdk.wire.envelope import JSON, MSGPACK, decode_payload, encode
-from consumer_sdk.wire.errors import MISFITS, WireError
+from bridge.jetstream.record import read_progress
+from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
 
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue
 
-    from bridge.publish.continuity import Server
+    from bridge.postgres.slot import Server
 
 Document = dict[str, Any]
-
-
-async def load_progress(bucket: KeyValue, source: str) -> Document | None:
-    """The newest record the KV bucket holds."""
-    return (await _load(bucket, source))[1]
-
-
-async def _load(bucket: KeyValue, source: str) -> tuple[int, Document | None]:
-    """Revision and contents of the key; contents are None where they are not a record."""
-    try:
-        entry = await bucket.get(f"progress.{source}")
-    except KeyNotFoundError as error:
-        # A deleted key still has a revision, which the next one must follow.
-        return (error.entry.revision or 0) if error.entry is not None else 0, None
-    value, revision = entry.value or b"", entry.revision or 0
-    try:
-        document = decode_payload({"Content-Type": JSON} if value[:1] == b"{" else None, value)
-        if any(type(document[key]) is not int for key in ("epoch", "lsn", "stream_seq")):
-            raise WireError("not a progress record")
-        Record().note_progress(document)
-    except (WireError, *MISFITS):
-        return revision, None
-    return revision, document
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +133,7 @@ class ProgressLog:
             try:
                 self._revision = await self.bucket.update(key, value, last=self._revision)
             except KeyWrongLastSequenceError:
-                revision, held = await _load(self.bucket, self.source)
+                revision, held = await read_progress(self.bucket, self.source)
                 if held is not None and _order(held) > _order(document):
                     return False
                 self._revision = await self.bucket.update(key, value, last=revision)

@@ -6,9 +6,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
-import psycopg
-
-from bridge.errors import ProtocolError, Retryable
+from bridge.errors import ProtocolError
+from bridge.postgres.errors import DriverError, connection_lost
 from bridge.wal.framing import KEEPALIVE, XLOG_DATA, XLOG_DATA_HEADER_BYTES, Keepalive, parse_frame
 from bridge.wal.messages import Relation
 from bridge.wal.pgoutput import decode
@@ -167,11 +166,9 @@ class WalReader:
             for _ in range(SLICE_MESSAGES):
                 try:
                     length, view = get_copy_data(1)
-                except psycopg.Error as error:
+                except DriverError as error:
                     self._connection.unwatch()
-                    raise Retryable(
-                        f"replication connection lost: {' '.join(str(error).split())}"
-                    ) from error
+                    raise connection_lost(error) from error
                 if length <= 0:
                     if length == 0:
                         return True

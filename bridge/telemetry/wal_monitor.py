@@ -9,12 +9,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import psycopg
-
+from bridge.errors import Retryable, SourceError
+from bridge.postgres.connection import connect_catalog
+from bridge.postgres.errors import DriverError, one_line
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
+    from bridge.postgres.connection import CatalogConnection
     from bridge.telemetry.stats import BridgeStats
 
 HEADROOM_WARNING_SECONDS = 1800.0
@@ -237,7 +239,7 @@ class WalMonitor:
         self._stats = stats
         self._interval = interval
         self._long_transaction_seconds = long_transaction_seconds
-        self._connection: psycopg.AsyncConnection | None = None
+        self._connection: CatalogConnection | None = None
         self._points: deque[_Point] = deque()
         self._holders: list[Holder] = []
         self._away = False
@@ -259,7 +261,7 @@ class WalMonitor:
             await self._close()
 
     async def check_once(self, *, with_holders: bool = True) -> None:
-        """Read the slot once and judge it; psycopg errors pass through."""
+        """Read the slot once and judge it; errors of the driver pass through."""
         connection = await self._connected()
         cursor = await connection.execute(_SLOT, [self._slot])
         row = await cursor.fetchone()
@@ -283,12 +285,12 @@ class WalMonitor:
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 await self.check_once(with_holders=with_holders)
-        except (psycopg.Error, OSError, TimeoutError) as error:
+        except (DriverError, Retryable, SourceError, OSError, TimeoutError) as error:
             await self._close()
             await stay_cancelled()
             if not self._away:
                 self._away = True
-                reason = " ".join(str(error).split()) or type(error).__name__
+                reason = one_line(error) or type(error).__name__
                 event(log, "wal monitor cannot read", level=logging.WARNING, reason=reason)
             return False
         if self._away:
@@ -321,14 +323,9 @@ class WalMonitor:
             return None
         return max(reading.safe_wal_size, 0) * elapsed / growth
 
-    async def _connected(self) -> psycopg.AsyncConnection:
+    async def _connected(self) -> CatalogConnection:
         if self._connection is None or self._connection.closed:
-            self._connection = await psycopg.AsyncConnection.connect(
-                self._conninfo,
-                autocommit=True,
-                connect_timeout=TIMEOUT_SECONDS,
-                client_encoding="utf8",
-            )
+            self._connection = await connect_catalog(self._conninfo)
             await self._connection.execute("SET statement_timeout = '5s'")
         return self._connection
 

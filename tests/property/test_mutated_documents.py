@@ -15,8 +15,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import settings
 
-from bridge.jetstream.record import Record
-from bridge.publish.progress import load_progress
+from bridge.jetstream.record import Record, load_progress
 from bridge.schemas.coverage_watch import load_coverage
 from bridge.schemas.store import read_document
 from bridge.snapshot.coordinator.records import Records

@@ -6,7 +6,8 @@ import pytest
 
 from bridge.events.resume import Resume
 from bridge.jetstream.record import Record
-from bridge.publish.continuity import Server, decide
+from bridge.postgres.slot import Server
+from bridge.publish.continuity import decide
 
 SERVER = Server("777", 1, "shop", flushed_lsn=0x9000)
 CREATED = 1_700_000_000_000_000

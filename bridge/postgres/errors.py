@@ -1,0 +1,88 @@
+"""Errors of PostgreSQL, recognised by SQLSTATE and sorted by what the operator must do."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import psycopg
+
+from bridge.errors import Retryable, SourceError
+
+DriverError = psycopg.Error
+"""What every call of the driver may raise."""
+
+INVALID_AUTHORIZATION: Final = "28000"
+INVALID_PASSWORD: Final = "28P01"  # noqa: S105
+UNDEFINED_DATABASE: Final = "3D000"
+INSUFFICIENT_PRIVILEGE: Final = "42501"
+UNDEFINED_OBJECT: Final = "42704"
+FEATURE_NOT_SUPPORTED: Final = "0A000"
+OBJECT_NOT_IN_PREREQUISITE_STATE: Final = "55000"
+OBJECT_IN_USE: Final = "55006"
+TLS_REFUSED: Final = "tls"
+"""Not an SQLSTATE: libpq itself refused the connection."""
+
+_REMEDIES = {
+    INVALID_AUTHORIZATION: "check user, database and pg_hba.conf",
+    INVALID_PASSWORD: "check POSTGRES_BRIDGE_PASSWORD or DATABASE_URL",
+    UNDEFINED_DATABASE: "create the database or correct PG_DB / DATABASE_URL",
+    INSUFFICIENT_PRIVILEGE: "grant the role what it lacks; "
+    "`bridge check --fix-sql` prints the statements",
+    FEATURE_NOT_SUPPORTED: "see the server's message",
+    TLS_REFUSED: "check PGSSLMODE, PGSSLROOTCERT, PGSSLCERT and PGSSLKEY, or DATABASE_URL",
+}
+
+# libpq has no SQLSTATE for a connection that was refused: PQerrorMessage is all there is. A server
+# that speaks another language is not recognised here, and the connection is tried again.
+_REFUSED_CONNECTIONS = (
+    (("password authentication failed",), INVALID_PASSWORD),
+    (("no password supplied",), INVALID_PASSWORD),
+    (("no pg_hba.conf entry",), INVALID_AUTHORIZATION),
+    (("is not permitted to log in",), INVALID_AUTHORIZATION),
+    (("role", "does not exist"), INVALID_AUTHORIZATION),
+    (("database", "does not exist"), UNDEFINED_DATABASE),
+    (("must be superuser or replication role",), INSUFFICIENT_PRIVILEGE),
+    (("permission denied",), INSUFFICIENT_PRIVILEGE),
+    (("server does not support SSL",), TLS_REFUSED),
+    (("invalid sslmode value",), TLS_REFUSED),
+    (("certificate",), TLS_REFUSED),
+)
+
+
+class ReplicationRefused(Exception):
+    """The server answered a replication command with an error."""
+
+    def __init__(self, doing: str, sqlstate: str, message: str) -> None:
+        super().__init__(f"{doing}: {message}")
+        self.sqlstate = sqlstate
+        self.message = message
+
+
+def one_line(error: Exception) -> str:
+    """The text of an error without line breaks."""
+    return " ".join(str(error).split())
+
+
+def sqlstate_of(error: DriverError) -> str:
+    """The SQLSTATE of an error, also of a refused connection as far as it can be told; or ''."""
+    if error.sqlstate:
+        return error.sqlstate
+    if error.pgconn is not None and error.pgconn.needs_password:
+        return INVALID_PASSWORD
+    text = one_line(error)
+    states = [state for words, state in _REFUSED_CONNECTIONS if all(word in text for word in words)]
+    return states[-1] if states else ""
+
+
+def explain(error: DriverError, doing: str) -> SourceError | Retryable:
+    """Turn a driver error into one that says what to do: repair, or wait and retry."""
+    text = one_line(error)
+    remedy = _REMEDIES.get(sqlstate_of(error))
+    if remedy is not None:
+        return SourceError(f"{doing}: {text}; {remedy}")
+    return Retryable(f"{doing}: {text}")
+
+
+def connection_lost(error: DriverError) -> Retryable:
+    """A replication connection that broke."""
+    return Retryable(f"replication connection lost: {one_line(error)}")
