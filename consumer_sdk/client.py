@@ -5,32 +5,22 @@ from __future__ import annotations
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import nats.errors
-import nats.js.errors
-
-from consumer_sdk.errors import CorruptData, NotAvailable, UsageError
 from consumer_sdk.reading.changes import ChangeFeed
-from consumer_sdk.reading.decoder import EventDecoder, Stored
+from consumer_sdk.reading.deployment import Deployment
 from consumer_sdk.reading.log import LogReader
-from consumer_sdk.reading.objects import fetch_object
-from consumer_sdk.reading.progress import Progress, decode_progress
+from consumer_sdk.reading.progress import Progress, find_progress
 from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.schema import SchemaBook, TableName, resolve_table
 from consumer_sdk.reading.starting_point import After, StartingPoint, find_starting_point
-from consumer_sdk.reading.stream import get_message, stream_bounds
 from consumer_sdk.reading.transactions import Transaction, TransactionBuilder
+from consumer_sdk.snapshot.request import RequestOptions, take_snapshot
 from consumer_sdk.transport.connection import LogConnection, open_connection
 from consumer_sdk.transport.settings import NatsSettings
-from consumer_sdk.wire.column_types import TableSchema
-from consumer_sdk.wire.errors import WireError
-from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
     from collections.abc import (
         AsyncGenerator,
         AsyncIterator,
-        Awaitable,
         Callable,
         Mapping,
         Sequence,
@@ -38,8 +28,11 @@ if TYPE_CHECKING:
 
     from nats.js import JetStreamContext
 
+    from consumer_sdk.reading.decoder import EventDecoder, Stored
+    from consumer_sdk.reading.schemas import TableName
     from consumer_sdk.snapshot.request import SnapshotProgress
     from consumer_sdk.snapshot.snapshot import Snapshot
+    from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.position import Position
 
 DEFAULT_MAX_BATCH = 1000
@@ -71,48 +64,33 @@ class Client:
     """A deployment of tailrace as seen by its consumers."""
 
     def __init__(self, nc: LogConnection, settings: NatsSettings) -> None:
+        self.deployment = Deployment(nc, settings)
         self.nc = nc
         self.settings = settings
-        self.subjects = settings.subjects()
+        self.subjects = self.deployment.subjects
         self.js: JetStreamContext = nc.jetstream()
-        self._schemas = SchemaBook(nc, self.subjects.schemas_bucket)
-        self._dictionaries: dict[str, bytes] = {}
 
     # schemas
 
     async def schema(self, table: TableName) -> TableSchema:
         """The newest schema of a table; UnknownTable names similar ones."""
-        return await self._schemas.get(table)
+        return await self.deployment.schemas.get(table)
 
     async def tables(self) -> list[TableSchema]:
         """The newest schema of every published table, sorted by name."""
-        return await self._schemas.all()
+        return await self.deployment.schemas.all()
 
     def watch_schemas(self) -> AsyncGenerator[TableSchema, None]:
         """Every schema now, then each new version as it is published; never ends."""
-        return self._schemas.watch()
+        return self.deployment.schemas.watch()
 
     async def find_schema(self, token: str) -> TableSchema | None:
         """The newest schema by the table's token in subjects, None if there is none."""
-        return await self._schemas.find(token)
+        return await self.deployment.schemas.find(token)
 
     async def progress(self, source: str) -> Progress | None:
         """How far a source has got, as it last said itself; None if it never said anything."""
-        subjects = self.subjects
-        bucket = subjects.bridge_bucket
-        # The newest is also kept in the bucket, because retention takes it from the stream.
-        frames = [
-            await get_message(
-                self.nc, subjects.cdc_stream, {"last_by_subj": subjects.progress(source)}
-            ),
-            await get_message(
-                self.nc, f"KV_{bucket}", {"last_by_subj": f"$KV.{bucket}.progress.{source}"}
-            ),
-        ]
-        found = [decode_progress(frame) for frame in frames if frame is not None and frame.payload]
-        if any(one.source != source for one in found):
-            raise CorruptData(f"progress message of source {source}: it is one of another source")
-        return max(found, key=lambda one: (one.epoch, one.lsn), default=None)
+        return await find_progress(self.deployment, source)
 
     # snapshots
 
@@ -132,15 +110,11 @@ class Client:
         `fresh` asks for a new one in any case. Raises NotAvailable if no bridge answers,
         SnapshotFailed if it refuses, fails, or makes no progress for `stall_timeout` seconds.
         """
-        from consumer_sdk.snapshot.request import take_snapshot
-
         return await take_snapshot(
-            self,
+            self.deployment,
             table,
+            RequestOptions(columns, format, zstd),
             fresh=fresh,
-            columns=columns,
-            chunk_format=format,
-            zstd=zstd,
             progress=progress,
             stall_timeout=stall_timeout,
         )
@@ -219,7 +193,7 @@ class Client:
     async def _change_transactions(
         self, tables: Sequence[TableName] | None, after: After, messages: bool
     ) -> AsyncGenerator[Transaction, None]:
-        start = await self._start(after, tables)
+        start = await find_starting_point(self.deployment, after, tables)
         builder = TransactionBuilder(start.cut)
         async with aclosing(self._stored(tables, start, messages, progress=messages)) as events:
             async for stored in events:
@@ -229,7 +203,7 @@ class Client:
     async def _change_events(
         self, tables: Sequence[TableName] | None, after: After, messages: bool
     ) -> AsyncGenerator[Stored, None]:
-        start = await self._start(after)
+        start = await find_starting_point(self.deployment, after)
         async with aclosing(self._stored(tables, start, messages, progress=False)) as events:
             async for stored in events:
                 yield stored
@@ -239,7 +213,7 @@ class Client:
     ) -> AsyncGenerator[Stored, None]:
         """Logical messages with one prefix, or all of them; never ends."""
         subject = self.subjects.message_all if prefix is None else self.subjects.message(prefix)
-        start = await self._start(after)
+        start = await find_starting_point(self.deployment, after)
         async with self._feed_from(start, [], [subject]) as feed:
             async for batch in feed:
                 for stored in batch:
@@ -278,96 +252,28 @@ class Client:
             after=start.after,
         )
 
-    async def _start(self, after: After, tables: Sequence[TableName] | None = ()) -> StartingPoint:
-        bounds = await stream_bounds(self.nc, self.subjects.cdc_stream)
-        if tables is None and after == "now":
-            tables = [(schema.schema, schema.table) for schema in await self.tables()]
-        return await find_starting_point(
-            self.nc,
-            self.subjects,
-            self.decoder(),
-            bounds,
-            after,
-            self.filters(tables) if tables else (),
-        )
-
     # the log by sequence
 
     def log(self) -> LogReader:
         """Bounded random access to the change log."""
-        return LogReader(self.nc, self.subjects.cdc_stream, self.subjects.cdc_all, self.decoder())
+        return LogReader(self.deployment)
 
-    # shared by the readers
+    # for readers of their own
 
     def filters(
         self, tables: Sequence[TableName] | None, extra_subjects: Sequence[str] = ()
     ) -> list[str]:
         """Subjects that hold everything about the tables, without overlaps."""
-        if tables is None:
-            return [self.subjects.cdc_all]
-        own = [self.subjects.table_filter(table_token(*resolve_table(table))) for table in tables]
-        filters = list(dict.fromkeys([*own, *extra_subjects]))
-        if not filters:
-            raise UsageError("no table is named; None stands for all of them")
-        return filters
+        return self.deployment.filters(tables, extra_subjects)
 
     def decoder(self) -> EventDecoder:
         """A decoder that fetches dictionaries, wide rows and schemas over this connection."""
-        return self._decoder(self._schema_of_version)
-
-    def _decoder(
-        self, fetch_schema: Callable[[str, int], Awaitable[TableSchema | None]]
-    ) -> EventDecoder:
-        return EventDecoder(
-            self.subjects,
-            fetch_dictionary=self.dictionary,
-            fetch_object=self.fetch_object,
-            fetch_schema=fetch_schema,
-        )
-
-    async def _schema_of_version(self, token: str, version: int) -> TableSchema | None:
-        """The schema that a row was written with; the newest where no other is stored any more."""
-        newest = await self._schemas.find(token)
-        if newest is not None and newest.schema_version == version:
-            return newest
-        # A row among the schemas must not have its own schema looked up in turn.
-        decoder = self._decoder(_no_schema)
-        request = {"seq": 1, "next_by_subj": self.subjects.change(token, "schema")}
-        while frame := await get_message(self.nc, self.subjects.cdc_stream, request):
-            for stored in await decoder.decode([frame]):
-                try:
-                    schema = TableSchema.from_document(stored.event.document or {})
-                except WireError as error:
-                    raise CorruptData(f"schema message {frame.stream_seq}: {error}") from error
-                if schema.schema_version == version:
-                    return schema
-            request["seq"] = frame.stream_seq + 1
-        return newest
+        return self.deployment.decoder()
 
     async def fetch_object(self, ref: dict[str, Any]) -> bytes:
         """The content of a row kept outside its message, verified."""
-        return await fetch_object(self.nc, self.subjects.objects_bucket, ref)
+        return await self.deployment.references.fetch_object(ref)
 
     async def dictionary(self, dictionary_id: str) -> bytes:
         """A zstd dictionary by its id; kept for the life of the client."""
-        known = self._dictionaries.get(dictionary_id)
-        if known is not None:
-            return known
-        try:
-            store = await self.js.key_value(self.subjects.dicts_bucket)
-            entry = await store.get(dictionary_id)
-        except (nats.js.errors.NotFoundError, nats.js.errors.InvalidKeyError) as error:
-            raise CorruptData(
-                f"zstd dictionary {dictionary_id!r} is not in {self.subjects.dicts_bucket}"
-            ) from error
-        except (nats.errors.Error, OSError, TimeoutError) as error:
-            raise NotAvailable(
-                f"zstd dictionary cannot be read: {self.nc.explain(error)}"
-            ) from error
-        content = entry.value or b""
-        self._dictionaries[dictionary_id] = content
-        return content
-
-
-async def _no_schema(_token: str, _version: int) -> TableSchema | None:
-    return None
+        return await self.deployment.references.dictionary(dictionary_id)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from consumer_sdk.reading.decoder import Stored
     from consumer_sdk.reading.log import LogBounds
     from consumer_sdk.reading.progress import Progress
-    from consumer_sdk.reading.schema import TableName
+    from consumer_sdk.reading.schemas import TableName
     from consumer_sdk.reading.starting_point import After
     from consumer_sdk.reading.transactions import Transaction
     from consumer_sdk.snapshot.chunks import ChunkRows

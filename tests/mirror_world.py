@@ -444,8 +444,10 @@ class World:
 
     # in place of what asks NATS about idle streams
 
+    deployment = None
+
     async def is_read_through(
-        self, _: Any, wanted: Callable[[Event], bool], after: int, through: int, created: int
+        self, wanted: Callable[[Event], bool], after: int, through: int, created: int
     ) -> bool:
         assert created <= self.created
         return not any(

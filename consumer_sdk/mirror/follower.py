@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import NotAvailable
 from consumer_sdk.mirror.decisions import Commit
-from consumer_sdk.reading.horizon import is_read_through, newest_lsn
+from consumer_sdk.reading.progress import newest_lsn
 from consumer_sdk.transport.cancellation import stay_cancelled
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Follower:
             self._saved_at = now
             await self._perform(self._machine.read_through(feed.next_sequence - 1))
         for source, (epoch, wanted_lsn) in self._machine.waiting_for.items():
-            newest = await newest_lsn(self._client, source, epoch, wanted_lsn)
+            newest = await newest_lsn(self._client.deployment, source, epoch, wanted_lsn)
             if newest < wanted_lsn:
                 continue
             through = (await self._client.log().bounds()).last
@@ -219,6 +219,6 @@ class Follower:
         return await self._has_read(feed, until)
 
     async def _has_read(self, feed: ChangeFeed, through: int) -> bool:
-        return await is_read_through(
-            self._client, self._filters, feed.next_sequence, through, self._created
+        return await self._client.log().is_read_through(
+            self._filters, feed.next_sequence, through, self._created
         )

@@ -22,7 +22,7 @@ from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.notices import MirrorStatus, Notice, table_list
 from consumer_sdk.mirror.writer import Writer
 from consumer_sdk.reading.proof import find_break
-from consumer_sdk.reading.schema import resolve_table
+from consumer_sdk.reading.schemas import resolve_table
 from consumer_sdk.targets.target import Lane, TableCopy, TableName, TargetState
 from consumer_sdk.targets.target_url import open_target
 from consumer_sdk.transport.cancellation import stay_cancelled
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from consumer_sdk.client import Client
-    from consumer_sdk.reading.schema import TableName as TableSpelling
+    from consumer_sdk.reading.schemas import TableName as TableSpelling
     from consumer_sdk.reading.stream import StreamBounds
     from consumer_sdk.targets.target import Target
     from consumer_sdk.wire.column_types import TableSchema

@@ -1,35 +1,35 @@
-"""Frames to events: the hot path of every reader, and the slow paths beside it.
+"""HOT PATH: frames to events, for every reader.
 
 Plain MessagePack rows are decoded in one tight loop. What is unusual, or needs something fetched
-first (dictionaries, schemas for values that JSON cannot carry), goes through `_resolve`.
+first (dictionaries, wide rows, schemas for values that JSON cannot carry), goes through `_resolve`.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from consumer_sdk.errors import CorruptData, VersionTooNew
+from consumer_sdk.reading.references import damaged_message
+from consumer_sdk.reading.stream import parse_headers
 from consumer_sdk.wire.column_types import TableSchema, restore_json
-from consumer_sdk.wire.compression import LoadedDictionaries
 from consumer_sdk.wire.envelope import (
     CONTENT_TYPE,
     JSON,
+    MSGPACK,
     ROW_OPERATIONS,
     Event,
-    decode_payload,
     events_of,
-    message_content,
 )
-from consumer_sdk.wire.errors import DictionaryMissing, WireError, WireVersionError
+from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.row_messages import read_row_message
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
+    from consumer_sdk.reading.references import References
     from consumer_sdk.reading.stream import Frame
     from consumer_sdk.wire.subjects import Subjects
 
@@ -44,38 +44,28 @@ class Stored(msgspec.Struct, gc=False):
     event: Event
 
 
-def parse_headers(block: bytes | None) -> dict[str, str] | None:
-    """A NATS header block as a dictionary; of repeated names the last counts."""
-    if not block:
-        return None
-    lines = block.decode("utf-8", "replace").split("\r\n")
-    pairs = (line.partition(":") for line in lines[1:] if line)
-    return {name.strip(): value.strip() for name, _, value in pairs}
+class SchemaVersions(Protocol):
+    """Where a decoder finds the schema that a row was written with."""
+
+    async def of_version(self, token: str, version: int) -> TableSchema | None:
+        """The schema of a table by its token in subjects, None if there is none."""
+        ...
 
 
 class EventDecoder:
     """Decodes frames of the CDC stream.
 
-    `fetch_dictionary`, `fetch_object` and `fetch_schema` reach for what a message refers to. A
-    damaged message raises CorruptData, one of a newer format VersionTooNew; both name the sequence.
+    A damaged message raises CorruptData, one of a newer format VersionTooNew; both name the
+    sequence.
     """
 
-    def __init__(
-        self,
-        subjects: Subjects,
-        *,
-        fetch_dictionary: Callable[[str], Awaitable[bytes]],
-        fetch_object: Callable[[dict[str, Any]], Awaitable[bytes]],
-        fetch_schema: Callable[[str, int], Awaitable[TableSchema | None]],
-    ) -> None:
+    def __init__(self, subjects: Subjects, references: References, schemas: SchemaVersions) -> None:
         self._special = f"{subjects.cdc}.$".encode()
         self._progress = f"{subjects.cdc}.$progress.".encode()
         self._message = f"{subjects.cdc}.$message.".encode()
-        self._dictionaries = LoadedDictionaries()
+        self._references = references
+        self._schema_versions = schemas
         self._schemas: dict[tuple[str, int], TableSchema] = {}
-        self._fetch_dictionary = fetch_dictionary
-        self._fetch_object = fetch_object
-        self._fetch_schema = fetch_schema
 
     async def decode(self, frames: Sequence[Frame]) -> list[Stored]:
         """The events of all frames, in order; fences and unknown service messages are left out."""
@@ -102,8 +92,6 @@ class EventDecoder:
             if events is None:
                 events = await self._resolve(sequence, subject, headers, payload)
             for event in events:
-                if event.ref is not None:
-                    await self._fill(sequence, event, parse_headers(headers))
                 append(Stored(sequence, event))
             used += 1
             if len(stored) >= enough:
@@ -119,56 +107,20 @@ class EventDecoder:
             return []
         headers = parse_headers(block)
         try:
-            document = await self._document(headers, payload)
+            document = await self._references.document(headers, payload)
             if progress:
                 return [_progress_event(document, subject.decode("utf-8", "replace"))]
+            content_type = (headers or {}).get(CONTENT_TYPE) or MSGPACK
+            await self._references.fill_in(document, content_type)
             events = events_of(document)
             if events[0].operation == "SCHEMA":
                 self._note_schema(TableSchema.from_document(document))
         except WireError as error:
-            raise _damaged(sequence, error) from error
-        for event in events:
-            if event.ref is not None:
-                await self._fill(sequence, event, headers)
-            if headers and headers.get(CONTENT_TYPE) == JSON:
+            raise damaged_message(sequence, error) from error
+        if content_type == JSON:
+            for event in events:
                 await self._restore(sequence, event)
         return events
-
-    async def _document(self, headers: dict[str, str] | None, payload: bytes) -> dict[str, Any]:
-        while True:
-            try:
-                return decode_payload(headers, payload, self._dictionaries)
-            except DictionaryMissing as missing:
-                name = missing.dictionary_id
-            self._dictionaries[name] = await self._fetch_dictionary(name)
-
-    async def _fill(self, sequence: int, event: Event, headers: dict[str, str] | None) -> None:
-        """Put the row kept as an object in its place."""
-        assert event.ref is not None
-        content = await self._fetch_object(event.ref)
-        plain = {CONTENT_TYPE: headers[CONTENT_TYPE]} if headers and CONTENT_TYPE in headers else {}
-        try:
-            row = decode_payload(plain, content, self._dictionaries, versioned=False)
-            if event.operation == "MESSAGE":
-                event.data, event.ref = message_content(row), None
-                return
-            filled = events_of(
-                {
-                    "operation": event.operation,
-                    "source": event.source,
-                    "epoch": event.epoch,
-                    "lsn": event.commit_lsn,
-                    "data": row.get("data"),
-                    "old": row.get("old"),
-                    "unchanged": row.get("unchanged"),
-                    "raw": row.get("raw"),
-                }
-            )[0]
-        except WireError as error:
-            raise _damaged(sequence, error) from error
-        event.data, event.old = filled.data, filled.old
-        event.unchanged, event.raw = filled.unchanged, filled.raw
-        event.ref = None
 
     def _note_schema(self, schema: TableSchema) -> None:
         self._schemas[table_token(schema.schema, schema.table), schema.schema_version] = schema
@@ -180,7 +132,7 @@ class EventDecoder:
         wanted = (table_token(event.schema, event.table), event.schema_version)
         known = self._schemas.get(wanted)
         if known is None:
-            known = await self._fetch_schema(*wanted)
+            known = await self._schema_versions.of_version(*wanted)
             if known is None:
                 return
             self._schemas[wanted] = known
@@ -189,7 +141,7 @@ class EventDecoder:
             if event.old is not None:
                 restore_row(event.old, event.raw, known)
         except WireError as error:
-            raise _damaged(sequence, error) from error
+            raise damaged_message(sequence, error) from error
 
 
 def restore_row(row: dict[str, Any], raw: Sequence[str], schema: TableSchema) -> None:
@@ -207,9 +159,3 @@ def _progress_event(document: dict[str, Any], subject: str) -> Event:
         raise WireError(f"damaged message: progress of source {event.source!r} as another's")
     event.operation, event.subject, event.document = "PROGRESS", subject, document
     return event
-
-
-def _damaged(sequence: int, error: Exception) -> CorruptData:
-    if isinstance(error, WireVersionError):
-        return VersionTooNew(f"message {sequence} of the change stream: {error}")
-    return CorruptData(f"message {sequence} of the change stream: {error}")

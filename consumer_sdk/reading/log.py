@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
 from consumer_sdk.errors import UsageError
+from consumer_sdk.reading.deployment import Deployment
 from consumer_sdk.reading.proof import (
     Selection,
     StreamBreak,
@@ -16,13 +17,13 @@ from consumer_sdk.reading.proof import (
     require_same_stream,
 )
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.stream import Frame, StreamBounds, stream_bounds
+from consumer_sdk.reading.stream import Frame, StreamBounds
+from consumer_sdk.transport.connection import open_connection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
-    from consumer_sdk.reading.decoder import EventDecoder, Stored
-    from consumer_sdk.transport.connection import LogConnection
+    from consumer_sdk.reading.decoder import Stored
     from consumer_sdk.transport.settings import NatsSettings
 
 __all__ = ["Frame", "LogBounds", "LogReader", "read_log_blocking", "read_log_blocking_raw"]
@@ -38,15 +39,16 @@ class LogReader:
     Slices are independent of each other: any number of readers may read any of them in parallel.
     """
 
-    def __init__(self, nc: LogConnection, stream: str, everything: str, decoder: EventDecoder):
-        self._nc = nc
-        self._stream = stream
-        self._everything = everything
-        self._decoder = decoder
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        self._nc = deployment.nc
+        self._stream = deployment.subjects.cdc_stream
+        self._everything = deployment.subjects.cdc_all
+        self._decoder = deployment.decoder()
 
     async def bounds(self) -> LogBounds:
         """The sequences held now, first and last included, and the stream's creation time."""
-        return await stream_bounds(self._nc, self._stream)
+        return await self._deployment.cdc_bounds()
 
     async def read(
         self,
@@ -116,6 +118,20 @@ class LogReader:
         finally:
             await consumer.close()
 
+    async def is_read_through(
+        self, subjects: Sequence[str], next_sequence: int, through: int, created: int
+    ) -> bool:
+        """Whether nothing of these subjects is stored from `next_sequence` up to `through`."""
+        if next_sequence > through:
+            return True
+        first = max(next_sequence, (await self.bounds()).first)
+        if first > through:
+            return False
+        async with aclosing(self.read(first, through + 1, subjects, created=created)) as found:
+            async for _ in found:
+                return False
+        return True
+
     async def poll(self, after: int, timeout: float | None = None) -> LogBounds:
         """Wait until something is stored after sequence `after`, or `timeout` seconds passed."""
         bounds = await self.bounds()
@@ -181,8 +197,6 @@ def _blocking(
     read: Callable[[LogReader], AsyncGenerator[Item, None]],
     timeout: float | None,
 ) -> Iterator[Item]:
-    from consumer_sdk.client import connect
-
     async def step(items: AsyncGenerator[Item, None]) -> list[Item]:
         try:
             return [await anext(items)]
@@ -190,17 +204,16 @@ def _blocking(
             return []
 
     with asyncio.Runner() as runner:
-        opening = connect(settings=settings, timeout=timeout)
-        client = runner.run(opening.__aenter__())
+        connection = runner.run(open_connection(settings, timeout))
         try:
-            items = read(client.log())
+            items = read(LogReader(Deployment(connection, settings)))
             try:
                 while batch := runner.run(step(items)):
                     yield batch[0]
             finally:
                 runner.run(_close(items))
         finally:
-            runner.run(opening.__aexit__(None, None, None))
+            runner.run(connection.close())
 
 
 async def _close(items: AsyncGenerator[Item, None]) -> None:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import CorruptData, VersionTooNew
-from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.reading.stream import get_message, parse_headers
 from consumer_sdk.wire.envelope import JSON, decode_payload, unsigned
 from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
+    from consumer_sdk.reading.deployment import Deployment
     from consumer_sdk.reading.stream import Frame
 
 
@@ -76,6 +77,55 @@ def gap_of(document: dict[str, Any]) -> Gap | None:
         reason=str(fields.get("reason") or "no reason given"),
         tables=frozenset(map(str, tables)) if isinstance(tables, list) else None,
     )
+
+
+async def find_progress(deployment: Deployment, source: str) -> Progress | None:
+    """The newest progress of a source; None if it never wrote any."""
+    subjects = deployment.subjects
+    bucket = subjects.bridge_bucket
+    # The newest is also kept in the bucket, because retention takes it from the stream.
+    kept = {"last_by_subj": f"$KV.{bucket}.progress.{source}"}
+    frames = [
+        await deployment.cdc_message({"last_by_subj": subjects.progress(source)}),
+        await get_message(deployment.nc, f"KV_{bucket}", kept),
+    ]
+    found = [decode_progress(frame) for frame in frames if frame is not None and frame.payload]
+    if any(one.source != source for one in found):
+        raise CorruptData(f"progress message of source {source}: it is one of another source")
+    return max(found, key=lambda one: (one.epoch, one.lsn), default=None)
+
+
+async def newest_lsn(deployment: Deployment, source: str, epoch: int, wanted_lsn: int) -> int:
+    """The largest commit LSN of a source known to be stored; looks no further than `wanted_lsn`.
+
+    Every transaction of the epoch with a smaller one is stored before it. Positions of other
+    epochs say nothing of this one: a database put back in time has smaller ones than before.
+    """
+    progress = await find_progress(deployment, source)
+    newest = progress.lsn if progress is not None and progress.epoch == epoch else 0
+    if newest >= wanted_lsn:
+        return newest
+    bounds = await deployment.cdc_bounds()
+    requests: list[dict[str, Any]] = [{"seq": bounds.last}] if bounds.last >= bounds.first else []
+    subjects = deployment.subjects
+    requests += [
+        {"last_by_subj": subjects.table_filter(table_token(schema.schema, schema.table))}
+        for schema in await deployment.schemas.all()
+        if schema.source == source
+    ]
+    decoder = deployment.decoder()
+    for request in requests:
+        frame = await deployment.cdc_message(request)
+        if frame is None:
+            continue
+        for stored in await decoder.decode([frame]):
+            event = stored.event
+            ours = event.source == source and event.epoch == epoch
+            if ours and event.operation not in ("SCHEMA", "MESSAGE"):
+                newest = max(newest, event.commit_lsn)
+        if newest >= wanted_lsn:
+            break
+    return newest
 
 
 def decode_progress(frame: Frame) -> Progress:

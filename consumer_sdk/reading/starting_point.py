@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -10,19 +11,18 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from consumer_sdk.errors import CorruptData, GapError, NotAvailable, UsageError
 from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.stream import get_message
 from consumer_sdk.reading.transactions import COUNTED
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.connection import ApiError
 from consumer_sdk.wire.position import Position
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
-    from consumer_sdk.reading.decoder import EventDecoder, Stored
+    from consumer_sdk.reading.decoder import Stored
+    from consumer_sdk.reading.deployment import Deployment
+    from consumer_sdk.reading.schemas import TableName
     from consumer_sdk.reading.stream import Frame, StreamBounds
-    from consumer_sdk.transport.connection import LogConnection
-    from consumer_sdk.wire.subjects import Subjects
 
 
 class SourcePosition(NamedTuple):
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 else:
     After = object
 
-_LOOK_AROUND = 64
+_NEARBY = 64
 _WINDOW = 1024
 
 
@@ -57,19 +57,17 @@ class StartingPoint:
 
 
 async def find_starting_point(
-    nc: LogConnection,
-    subjects: Subjects,
-    decoder: EventDecoder,
-    bounds: StreamBounds,
-    after: After,
-    filters: Sequence[str] = (),
+    deployment: Deployment, after: After, tables: Sequence[TableName] | None = ()
 ) -> StartingPoint:
     """Turn what the caller asks for into a sequence of the stream as it stands.
 
-    `filters` are the subjects of the tables to be read, one for each. A position that the stream
-    does not reach back to raises GapError.
+    `tables` are those whose transactions must not begin half way. A position that the stream does
+    not reach back to raises GapError.
     """
-    probe = _Probe(nc, subjects, decoder, bounds, filters)
+    bounds = await deployment.cdc_bounds()
+    if tables is None and after == "now":
+        tables = [(schema.schema, schema.table) for schema in await deployment.schemas.all()]
+    probe = _Probe(deployment, bounds, deployment.filters(tables) if tables else ())
     if isinstance(after, str):
         if after == "start":
             cut = await probe.cut_at(bounds.first)
@@ -86,7 +84,7 @@ async def find_starting_point(
     elif isinstance(after, datetime):
         sequence = await probe.sequence_at(after)
         return StartingPoint(sequence, bounds.created, True, cut=await probe.cut_at(sequence))
-    elif hasattr(after, "items"):
+    elif isinstance(after, Mapping):
         positions = {source: SourcePosition(*place) for source, place in after.items()}
         sequence = await probe.sequence_after(positions)
         dropped = {
@@ -103,16 +101,12 @@ class _Probe:
     """Looks at single messages of the stream."""
 
     def __init__(
-        self,
-        nc: LogConnection,
-        subjects: Subjects,
-        decoder: EventDecoder,
-        bounds: StreamBounds,
-        filters: Sequence[str],
+        self, deployment: Deployment, bounds: StreamBounds, filters: Sequence[str]
     ) -> None:
-        self._nc = nc
-        self._subjects = subjects
-        self._decoder = decoder
+        self._deployment = deployment
+        self._nc = deployment.nc
+        self._subjects = deployment.subjects
+        self._decoder = deployment.decoder()
         self._bounds = bounds
         self._filters = filters
 
@@ -120,7 +114,7 @@ class _Probe:
         """The transactions that are under way at a sequence: begun before it, not yet ended."""
         cut: set[tuple[str, int]] = set()
         settled: set[str] = set()
-        before = [one[-1] for one in await self._near(sequence - _LOOK_AROUND, sequence)]
+        before = [one[-1] for one in await self._near(sequence - _NEARBY, sequence)]
         if sequence > self._bounds.last:
             # Another source may have stored more than that since.
             before += await self._newest()
@@ -132,7 +126,7 @@ class _Probe:
                 if not event.last and event.operation != "COMMIT":
                     cut.add((event.source, event.commit_lsn))
         # What is older may be gone: a first event with an ordinal above 0 has lost its beginning.
-        for message in await self._near(sequence, sequence + _LOOK_AROUND):
+        for message in await self._near(sequence, sequence + _NEARBY):
             event = message[0].event
             if event.operation in COUNTED and event.source not in settled:
                 settled.add(event.source)
@@ -162,7 +156,7 @@ class _Probe:
         consumer = PullConsumer(self._nc, everything, window=min(_WINDOW, 2 * (end - start)))
         try:
             while consumer.next_sequence < end:
-                frames = await consumer.take(_LOOK_AROUND, wait=1.0)
+                frames = await consumer.take(_NEARBY, wait=1.0)
                 for frame in frames:
                     if frame.stream_seq < end:
                         # What is damaged here was not asked for.
@@ -178,9 +172,7 @@ class _Probe:
         """The last event of each table to be read."""
         found: list[Stored] = []
         for subject in self._filters:
-            frame = await get_message(
-                self._nc, self._subjects.cdc_stream, {"last_by_subj": subject}
-            )
+            frame = await self._deployment.cdc_message({"last_by_subj": subject})
             if frame is not None and frame.stream_seq <= self._bounds.last:
                 with suppress(CorruptData):
                     found += (await self._decoder.decode([frame]))[-1:]
@@ -261,10 +253,8 @@ class _Probe:
     async def _message_at(self, sequence: int) -> Frame | None:
         """The first message stored at or after a sequence."""
         await stay_cancelled()
-        return await get_message(
-            self._nc,
-            self._subjects.cdc_stream,
-            {"seq": sequence, "next_by_subj": self._subjects.cdc_all},
+        return await self._deployment.cdc_message(
+            {"seq": sequence, "next_by_subj": self._subjects.cdc_all}
         )
 
 

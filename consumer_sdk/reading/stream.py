@@ -38,6 +38,15 @@ class StreamBounds:
     leader: str = field(default="", compare=False)
 
 
+def parse_headers(block: bytes | None) -> dict[str, str] | None:
+    """A NATS header block as a dictionary; of repeated names the last counts."""
+    if not block:
+        return None
+    lines = block.decode("utf-8", "replace").split("\r\n")
+    pairs = (line.partition(":") for line in lines[1:] if line)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
 def parse_time_us(text: str) -> int:
     """A server's RFC 3339 time as microseconds since 1970, cut below that."""
     head, _, fraction = text.rstrip("Z").partition(".")

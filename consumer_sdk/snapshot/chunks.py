@@ -5,30 +5,22 @@ from __future__ import annotations
 import json
 import math
 import struct
+from contextlib import contextmanager
 from datetime import date, datetime
 from decimal import ROUND_UP, Context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from consumer_sdk.errors import CorruptData, UsageError, VersionTooNew
-from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.reading.stream import parse_headers
 from consumer_sdk.wire.column_types import Column, restore_json
-from consumer_sdk.wire.compression import LoadedDictionaries, decompress
-from consumer_sdk.wire.envelope import (
-    ARROW,
-    CONTENT_ENCODING,
-    CONTENT_TYPE,
-    DICTIONARY,
-    JSON,
-    WIRE_VERSION,
-    decode_payload,
-)
-from consumer_sdk.wire.errors import MISFITS, DictionaryMissing, WireError, WireVersionError
+from consumer_sdk.wire.envelope import ARROW, CONTENT_TYPE, JSON, MSGPACK, WIRE_VERSION
+from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from decimal import Decimal
 
-    from consumer_sdk.client import Client
+    from consumer_sdk.reading.references import References
     from consumer_sdk.reading.stream import Frame
     from consumer_sdk.snapshot.snapshot import SnapshotMeta
 
@@ -59,58 +51,68 @@ class ChunkRows(list[Row]):
         return self.raw_columns if own is None else (*self.raw_columns, *own)
 
 
+class StoredChunk(NamedTuple):
+    """A chunk as INIT holds it; its payload has the sha256 that its header says."""
+
+    number: int
+    sha256: str
+    frame: Frame
+
+
+class ArrowChunk(NamedTuple):
+    """The record batch of an Arrow chunk as published.
+
+    `odd` holds the values that a column's Arrow type cannot, by column and row.
+    """
+
+    number: int
+    batch: Any
+    odd: dict[str, dict[str, Any]]
+
+
 class ChunkReader:
     """Decodes the chunks of one snapshot; everything it refuses is CorruptData."""
 
-    def __init__(self, client: Client, meta: SnapshotMeta) -> None:
-        self._client = client
+    def __init__(self, references: References, meta: SnapshotMeta) -> None:
+        self._references = references
         self._meta = meta
         self._columns = [Column.from_document(one) for one in meta.columns]
-        self._dictionaries = LoadedDictionaries()
 
-    async def decode(self, number: int, frame: Frame) -> ChunkRows:
+    async def rows(self, number: int, frame: Frame) -> ChunkRows:
         """The rows of a stored chunk, rows kept as objects included."""
-        headers = parse_headers(frame.headers) or {}
-        while True:
-            try:
-                return await self._decode(number, headers, frame.payload)
-            except DictionaryMissing as missing:
-                name = missing.dictionary_id
-            except WireVersionError as error:
-                raise VersionTooNew(f"chunk {number}: {error}") from error
-            except WireError as error:
-                raise CorruptData(f"chunk {number}: {error}") from error
-            self._dictionaries[name] = await self._client.dictionary(name)
+        found = await self.read(number, frame)
+        if isinstance(found, ChunkRows):
+            return found
+        with _names_chunk(number):
+            return self._rows_of(found)
 
-    async def _decode(self, number: int, headers: dict[str, str], payload: bytes) -> ChunkRows:
-        if headers.get(CONTENT_TYPE) == ARROW:
-            if headers.get(CONTENT_ENCODING) == "zstd":
-                payload = decompress(
-                    payload,
-                    dictionary_id=headers.get(DICTIONARY),
-                    dictionaries=self._dictionaries,
-                )
-            return self._arrow_rows(number, payload)
-        document = decode_payload(headers, payload, self._dictionaries)
+    async def read(self, number: int, frame: Frame) -> ChunkRows | ArrowChunk:
+        """A stored chunk as it was written: rows, or an Arrow record batch."""
+        with _names_chunk(number):
+            return await self._read(number, parse_headers(frame.headers) or {}, frame.payload)
+
+    async def _read(
+        self, number: int, headers: dict[str, str], payload: bytes
+    ) -> ChunkRows | ArrowChunk:
+        references = self._references
+        content_type = headers.get(CONTENT_TYPE) or MSGPACK
+        if content_type == ARROW:
+            return self._arrow(number, await references.plain_payload(headers, payload))
+        document = await references.document(headers, payload)
         self._check(number, document)
         reference = document.get("ref")
         if isinstance(reference, dict):
-            return self._arrow_rows(number, await self._client.fetch_object(reference))
+            return self._arrow(number, await references.fetch_object(reference))
         rows = document.get("data")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise WireError("damaged message: data is not a list of rows")
-        as_json = headers.get(CONTENT_TYPE) == JSON
         for index, row in enumerate(rows):
             if _REFERENCE in row and len(row) == 1 and isinstance(row[_REFERENCE], dict):
-                rows[index] = await self._referred(row[_REFERENCE], as_json)
+                rows[index] = await references.row(row[_REFERENCE], content_type)
         chunk = ChunkRows(rows, number, _raw_columns(document), _raw_rows(document))
-        if as_json:
+        if content_type == JSON:
             self._restore(chunk)
         return chunk
-
-    async def _referred(self, reference: dict[str, Any], as_json: bool) -> Row:
-        content = await self._client.fetch_object(reference)
-        return decode_payload({CONTENT_TYPE: JSON} if as_json else None, content, versioned=False)
 
     def _check(self, number: int, document: dict[str, Any]) -> None:
         expected = (
@@ -134,16 +136,22 @@ class ChunkReader:
                 if name in row and name not in chunk.raw(index):
                     row[name] = restore_json(row[name], column)
 
-    def _arrow_rows(self, number: int, stream: bytes) -> ChunkRows:
+    def _arrow(self, number: int, stream: bytes) -> ArrowChunk:
         batch, document = read_arrow(stream)
         self._check(number, document)
+        odd = document.get("odd") or {}
+        if not isinstance(odd, dict):
+            raise WireError("damaged Arrow chunk: odd is not a map")
+        return ArrowChunk(number, batch, odd)
+
+    def _rows_of(self, chunk: ArrowChunk) -> ChunkRows:
         try:
-            return self._rows_of(number, batch, document)
+            return self._converted(chunk)
         except MISFITS as error:
             raise WireError(f"damaged Arrow chunk: {error!r}") from error
 
-    def _rows_of(self, number: int, batch: Any, document: dict[str, Any]) -> ChunkRows:
-        odd = document.get("odd") or {}
+    def _converted(self, chunk: ArrowChunk) -> ChunkRows:
+        batch, odd = chunk.batch, chunk.odd
         columns = {column.name: column for column in self._columns}
         values: dict[str, list[Any]] = {}
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
@@ -161,7 +169,18 @@ class ChunkReader:
             for column in self._columns
             if column.family in ("json", "jsonb") or column.element_family in ("json", "jsonb")
         )
-        return ChunkRows(rows, number, raw)
+        return ChunkRows(rows, chunk.number, raw)
+
+
+@contextmanager
+def _names_chunk(number: int) -> Iterator[None]:
+    """Raise what the wire refuses as an error that names the chunk."""
+    try:
+        yield
+    except WireVersionError as error:
+        raise VersionTooNew(f"chunk {number}: {error}") from error
+    except WireError as error:
+        raise CorruptData(f"chunk {number}: {error}") from error
 
 
 def read_arrow(stream: bytes) -> tuple[Any, dict[str, Any]]:

@@ -19,11 +19,10 @@ from consumer_sdk.errors import (
     UsageError,
     VersionTooNew,
 )
-from consumer_sdk.reading.decoder import parse_headers
 from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.schema import TableName, resolve_table
-from consumer_sdk.reading.stream import stream_bounds
+from consumer_sdk.reading.schemas import TableName, resolve_table
+from consumer_sdk.reading.stream import parse_headers, stream_bounds
 from consumer_sdk.snapshot.snapshot import (
     Snapshot,
     SnapshotMeta,
@@ -43,8 +42,9 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
-    from consumer_sdk.client import Client
+    from consumer_sdk.reading.deployment import Deployment
     from consumer_sdk.reading.stream import Frame
+    from consumer_sdk.wire.column_types import TableSchema
 
 ANSWER_SECONDS = 3.0
 # For as long a bridge that is too busy to look at the request is asked again.
@@ -70,41 +70,55 @@ class SnapshotProgress:
         return [str(one) for one in named] if isinstance(named, list) else []
 
 
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """What a request for a snapshot asks for beyond its table; None leaves it to the bridge."""
+
+    columns: Sequence[str] | None = None
+    format: str | None = None
+    zstd: bool | None = None
+
+    def to_document(self, schema: TableSchema) -> dict[str, Any]:
+        """As the bridge expects it; UsageError for a column or format that does not exist."""
+        document: dict[str, Any] = {}
+        if self.columns is not None:
+            for name in self.columns:
+                if schema.column(name) is None:
+                    table = format_table_name(schema.schema, schema.table)
+                    raise UsageError(f"table {table} has no column {name!r}")
+            document["columns"] = list(self.columns)
+        if self.format is not None:
+            if self.format not in FORMATS:
+                known = ", ".join(FORMATS)
+                raise UsageError(f"no snapshot format {self.format!r}; there are {known}")
+            document["format"] = self.format
+        if self.zstd is not None:
+            document["zstd"] = self.zstd
+        return document
+
+
 async def take_snapshot(
-    client: Client,
+    deployment: Deployment,
     table: TableName,
+    options: RequestOptions,
     *,
     fresh: bool,
-    columns: Sequence[str] | None,
-    chunk_format: str | None,
-    zstd: bool | None,
     progress: Callable[[SnapshotProgress], None] | None,
     stall_timeout: float,
 ) -> Snapshot:
     """See `Client.snapshot`."""
-    if chunk_format is not None and chunk_format not in FORMATS:
-        raise UsageError(f"no snapshot format {chunk_format!r}; there are {', '.join(FORMATS)}")
-    schema = await client.schema(table)
-    options: dict[str, Any] = {}
-    if columns is not None:
-        for name in columns:
-            if schema.column(name) is None:
-                raise UsageError(f"table {_display(table)} has no column {name!r}")
-        options["columns"] = list(columns)
-    if chunk_format is not None:
-        options["format"] = chunk_format
-    if zstd is not None:
-        options["zstd"] = zstd
+    schema = await deployment.schemas.get(table)
+    document = options.to_document(schema)
     token = table_token(schema.schema, schema.table)
     if not fresh:
         # What is damaged, or somebody else's, is not used again.
         with suppress(CorruptData):
-            frame = await newest_meta(client, token)
+            frame = await newest_meta(deployment, token)
             meta = None if frame is None else decode_meta(frame)
-            if meta is not None and await is_reusable(client, meta, options):
-                return Snapshot(client, meta, reused=True)
-    pending = _Pending(client, token, _display(table), progress, stall_timeout)
-    return Snapshot(client, await pending.run(options, fresh), reused=False)
+            if meta is not None and await is_reusable(deployment, meta, document):
+                return Snapshot(deployment, meta, reused=True)
+    pending = _Pending(deployment, token, _display(table), progress, stall_timeout)
+    return Snapshot(deployment, await pending.run(document, fresh), reused=False)
 
 
 def _display(table: TableName) -> str:
@@ -116,13 +130,13 @@ class _Pending:
 
     def __init__(
         self,
-        client: Client,
+        deployment: Deployment,
         token: str,
         table: str,
         progress: Callable[[SnapshotProgress], None] | None,
         stall_timeout: float,
     ) -> None:
-        self._client = client
+        self._deployment = deployment
         self._token = token
         self._table = table
         self._progress = progress
@@ -133,29 +147,31 @@ class _Pending:
         self._snapshot_id = ""
 
     async def run(self, options: dict[str, Any], fresh: bool) -> SnapshotMeta:
-        subjects = self._client.subjects
-        bounds = await stream_bounds(self._client.nc, subjects.init_stream)
+        subjects = self._deployment.subjects
+        bounds = await stream_bounds(self._deployment.nc, subjects.init_stream)
         outcomes = Selection(
             subjects.init_stream,
             [subjects.meta(self._token), subjects.error(self._token)],
             bounds.last + 1,
             trimming=Trimming.ALLOWED,
         )
-        consumer = PullConsumer(self._client.nc, outcomes, window=64)
+        consumer = PullConsumer(self._deployment.nc, outcomes, window=64)
         watching: Subscription | None = None
         try:
-            watching = await self._client.nc.subscribe(
+            watching = await self._deployment.nc.subscribe(
                 subjects.snapshot_progress(self._token, "*"), cb=self._on_progress
             )
             answer = await self._ask({**options, "fresh": True} if fresh else options)
             self._snapshot_id = str(answer.get("snapshot_id", ""))
             self._state = str(answer.get("state", "running"))
             # The bridge may hand out one that was already complete.
-            frame = await newest_meta(self._client, self._token)
+            frame = await newest_meta(self._deployment, self._token)
             meta = None if frame is None else self._outcome(frame)
             return meta or await self._wait(consumer)
         except nats.errors.Error as error:
-            raise NotAvailable(f"NATS does not answer: {self._client.nc.explain(error)}") from error
+            raise NotAvailable(
+                f"NATS does not answer: {self._deployment.nc.explain(error)}"
+            ) from error
         except GapError as error:
             raise SnapshotFailed(
                 f"snapshot {self._snapshot_id} of {self._table}: stream {subjects.init_stream} was "
@@ -163,7 +179,7 @@ class _Pending:
             ) from error
         finally:
             await consumer.close()
-            if watching is not None and not self._client.nc.is_closed:
+            if watching is not None and not self._deployment.nc.is_closed:
                 try:
                     await watching.unsubscribe()
                 except nats.errors.Error:
@@ -183,7 +199,7 @@ class _Pending:
             await asyncio.sleep(BUSY_PAUSE_SECONDS)
 
     async def _ask_once(self, options: dict[str, Any]) -> dict[str, Any]:
-        subject = self._client.subjects.snapshot_request(self._token)
+        subject = self._deployment.subjects.snapshot_request(self._token)
         body = msgpack.packb(options) if options else b""
         headers = {CONTENT_TYPE: MSGPACK} if options else None
         loop = asyncio.get_running_loop()
@@ -191,7 +207,7 @@ class _Pending:
         while True:
             await stay_cancelled()
             try:
-                reply = await self._client.nc.request(
+                reply = await self._deployment.nc.request(
                     subject, body, timeout=max(0.1, deadline - loop.time()), headers=headers
                 )
                 break
@@ -220,7 +236,7 @@ class _Pending:
                     return meta
             if loop.time() - self._moved < self._stall_timeout:
                 continue
-            stored = await count_chunks(self._client, self._token, self._snapshot_id)
+            stored = await count_chunks(self._deployment, self._token, self._snapshot_id)
             if stored <= chunks:
                 raise SnapshotFailed(
                     f"snapshot {self._snapshot_id} of {self._table} made no progress for "
@@ -238,7 +254,7 @@ class _Pending:
             return None
         if document.get("snapshot_id") != self._snapshot_id:
             return None
-        if frame.subject.decode("utf-8", "replace") == self._client.subjects.meta(self._token):
+        if frame.subject.decode("utf-8", "replace") == self._deployment.subjects.meta(self._token):
             return decode_meta(frame)
         reason = document.get("error") or "the bridge gave no reason"
         raise SnapshotFailed(f"snapshot of {self._table} failed: {reason}")

@@ -1,29 +1,29 @@
-"""Snapshots: find a retained one or ask for a new one, then read it chunk by chunk, verified."""
+"""A complete snapshot: what its meta says, its chunks, and whether it may be used again."""
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import CorruptData, GapError, NotAvailable, SnapshotFailed
-from consumer_sdk.reading.decoder import parse_headers
+from consumer_sdk.reading.progress import find_progress
 from consumer_sdk.reading.proof import Selection, Trimming, find_break
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.stream import Frame, get_message, stream_bounds
-from consumer_sdk.snapshot.chunks import ChunkReader, ChunkRows
+from consumer_sdk.reading.stream import Frame, get_message, parse_headers
+from consumer_sdk.snapshot.chunks import ArrowChunk, ChunkReader, ChunkRows, StoredChunk
 from consumer_sdk.transport.connection import ApiError
+from consumer_sdk.wire.checksums import sha256_hex, snapshot_checksum
 from consumer_sdk.wire.column_types import Column
 from consumer_sdk.wire.envelope import CHUNK_SHA256, decode_payload, unsigned
 from consumer_sdk.wire.errors import MISFITS, WireError
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Mapping
 
-    from consumer_sdk.client import Client
+    from consumer_sdk.reading.deployment import Deployment
 
 Row = dict[str, Any]
 
@@ -88,6 +88,17 @@ class SnapshotMeta:
         """The table as it stands in subjects."""
         return table_token(self.schema, self.table)
 
+    def describe(self) -> str:
+        """The snapshot as messages name it."""
+        return f"snapshot {self.snapshot_id} of {format_table_name(self.schema, self.table)}"
+
+    def verify(self, digests: Mapping[int, str], rows: int) -> None:
+        """Raise CorruptData unless these are the sha256 of all chunks, and the number of rows."""
+        if snapshot_checksum(digests, self.batch_count) != self.checksum:
+            raise CorruptData(f"{self.describe()}: its chunks are not the ones the checksum is for")
+        if rows != self.row_count:
+            raise CorruptData(f"{self.describe()}: {rows} rows read, {self.row_count} written")
+
 
 def _columns(documents: list[Any]) -> tuple[Any, ...]:
     """The columns as published, each of them readable."""
@@ -99,11 +110,12 @@ def _columns(documents: list[Any]) -> tuple[Any, ...]:
 class Snapshot:
     """A complete snapshot of one table, as stored in the INIT stream."""
 
-    def __init__(self, client: Client, meta: SnapshotMeta, *, reused: bool) -> None:
-        self._client = client
+    def __init__(self, deployment: Deployment, meta: SnapshotMeta, *, reused: bool) -> None:
+        self._nc = deployment.nc
+        self._subjects = deployment.subjects
         self.meta = meta
         self.reused = reused
-        self._reader = ChunkReader(client, meta)
+        self._reader = ChunkReader(deployment.references, meta)
 
     async def chunks(self) -> AsyncGenerator[ChunkRows, None]:
         """Its rows, a chunk at a time, each verified by its own sha256 before it is given out.
@@ -113,17 +125,13 @@ class Snapshot:
         """
         digests: dict[int, str] = {}
         rows = 0
-        async with aclosing(self.raw_chunks()) as frames:
-            async for number, digest, frame in frames:
-                digests[number] = digest
-                chunk = await self._reader.decode(number, frame)
+        async with aclosing(self.raw_chunks()) as stored_chunks:
+            async for stored in stored_chunks:
+                digests[stored.number] = stored.sha256
+                chunk = await self._reader.rows(stored.number, stored.frame)
                 rows += len(chunk)
                 yield chunk
-        joined = "".join(digests[number] for number in range(self.meta.batch_count))
-        if hashlib.sha256(joined.encode("ascii")).hexdigest() != self.meta.checksum:
-            raise CorruptData(f"{self._name()}: its chunks are not the ones the checksum is for")
-        if rows != self.meta.row_count:
-            raise CorruptData(f"{self._name()}: {rows} rows read, {self.meta.row_count} written")
+        self.meta.verify(digests, rows)
 
     async def rows(self) -> AsyncGenerator[Row, None]:
         """Its rows one by one; verified as `chunks` are."""
@@ -132,18 +140,17 @@ class Snapshot:
                 for row in chunk:
                     yield row
 
-    async def raw_chunks(self) -> AsyncGenerator[tuple[int, str, Frame], None]:
-        """Every chunk once as (number, sha256, frame), verified, not decoded, as stored."""
+    async def raw_chunks(self) -> AsyncGenerator[StoredChunk, None]:
+        """Every chunk once, verified by its own sha256, not decoded."""
         seen: set[int] = set()
         if not self.meta.batch_count:
             return
-        subjects = self._client.subjects
         chunks = Selection(
-            subjects.init_stream,
-            [subjects.chunk(self.meta.token, self.meta.snapshot_id, "*")],
+            self._subjects.init_stream,
+            [self._subjects.chunk(self.meta.token, self.meta.snapshot_id, "*")],
             trimming=Trimming.ALLOWED,
         )
-        consumer = PullConsumer(self._client.nc, chunks, window=32)
+        consumer = PullConsumer(self._nc, chunks, window=32)
         try:
             while len(seen) < self.meta.batch_count:
                 frames = await consumer.take(8, wait=1.0)
@@ -151,61 +158,62 @@ class Snapshot:
                     # In a cluster the consumer may live with a replica that lags: ask the leader.
                     await self.raw_chunk(_first_missing(seen))
                 for frame in frames:
-                    number, digest = self._verify(frame)
-                    if number not in seen:
-                        seen.add(number)
-                        yield number, digest, frame
+                    stored = self._verified(frame)
+                    if stored.number not in seen:
+                        seen.add(stored.number)
+                        yield stored
         except GapError as error:
-            # Of the stream of snapshots: the changes are all there.
+            # It is the stream of snapshots that was recreated, not that of the changes.
             raise self._no_longer_stored(_first_missing(seen)) from error
         finally:
             await consumer.close()
 
-    async def raw_chunk(self, number: int) -> Frame:
-        """One chunk by its number, verified, not decoded."""
-        subjects = self._client.subjects
-        subject = subjects.chunk(self.meta.token, self.meta.snapshot_id, number)
-        frame = await get_message(self._client.nc, subjects.init_stream, {"last_by_subj": subject})
+    async def raw_chunk(self, number: int) -> StoredChunk:
+        """One chunk by its number, verified by its own sha256, not decoded."""
+        subject = self._subjects.chunk(self.meta.token, self.meta.snapshot_id, number)
+        request = {"last_by_subj": subject}
+        frame = await get_message(self._nc, self._subjects.init_stream, request)
         if frame is None:
             raise self._no_longer_stored(number)
-        if self._verify(frame)[0] != number:
-            raise CorruptData(f"{self._name()}: chunk {number} is out of its place")
-        return frame
+        stored = self._verified(frame)
+        if stored.number != number:
+            raise CorruptData(f"{self.meta.describe()}: chunk {number} is out of its place")
+        return stored
 
     async def chunk(self, number: int) -> ChunkRows:
         """The rows of one chunk, verified by its own sha256."""
-        return await self._reader.decode(number, await self.raw_chunk(number))
+        stored = await self.raw_chunk(number)
+        return await self._reader.rows(number, stored.frame)
 
-    def _verify(self, frame: Frame) -> tuple[int, str]:
+    async def read_chunk(self, stored: StoredChunk) -> ChunkRows | ArrowChunk:
+        """A chunk as it was written: rows, or an Arrow record batch."""
+        return await self._reader.read(stored.number, stored.frame)
+
+    def _verified(self, frame: Frame) -> StoredChunk:
         number = frame.subject.rpartition(b".")[2].decode("ascii", "replace")
         headers = parse_headers(frame.headers) or {}
         if not number.isdecimal() or int(number) >= self.meta.batch_count:
-            raise CorruptData(f"{self._name()}: there is no chunk {number}")
-        digest = hashlib.sha256(frame.payload).hexdigest()
+            raise CorruptData(f"{self.meta.describe()}: there is no chunk {number}")
+        digest = sha256_hex(frame.payload)
         if headers.get(CHUNK_SHA256) != digest:
-            raise CorruptData(f"{self._name()}: chunk {number} does not have its sha256")
-        return int(number), digest
+            raise CorruptData(f"{self.meta.describe()}: chunk {number} does not have its sha256")
+        return StoredChunk(int(number), digest, frame)
 
     def _no_longer_stored(self, number: int) -> SnapshotFailed:
         return SnapshotFailed(
-            f"{self._name()}: chunk {number} is no longer stored; ask for a fresh snapshot"
+            f"{self.meta.describe()}: chunk {number} is no longer stored; ask for a fresh snapshot"
         )
-
-    def _name(self) -> str:
-        table = format_table_name(self.meta.schema, self.meta.table)
-        return f"snapshot {self.meta.snapshot_id} of {table}"
 
 
 def _first_missing(seen: set[int]) -> int:
     return next(number for number in count() if number not in seen)
 
 
-async def newest_meta(client: Client, token: str) -> Frame | None:
+async def newest_meta(deployment: Deployment, token: str) -> Frame | None:
     """What INIT holds as the newest meta of a table, None if there is none."""
-    subjects = client.subjects
-    return await get_message(
-        client.nc, subjects.init_stream, {"last_by_subj": subjects.meta(token)}
-    )
+    subjects = deployment.subjects
+    request = {"last_by_subj": subjects.meta(token)}
+    return await get_message(deployment.nc, subjects.init_stream, request)
 
 
 def decode_meta(frame: Frame) -> SnapshotMeta:
@@ -221,42 +229,42 @@ def decode_meta(frame: Frame) -> SnapshotMeta:
     return meta
 
 
-async def is_reusable(client: Client, meta: SnapshotMeta, options: dict[str, Any]) -> bool:
+async def is_reusable(deployment: Deployment, meta: SnapshotMeta, options: dict[str, Any]) -> bool:
     """Whether a retained snapshot may stand for one taken now.
 
-    Epoch, stream identity, options and schema version must still match, and CDC must still hold
-    what follows it; and of course its chunks must still be stored.
+    Epoch, stream identity, options and schema version must still match, CDC must still hold what
+    follows it, and INIT all of its chunks.
     """
-    if meta.options != options or meta.stream != client.subjects.cdc_stream:
+    if meta.options != options or meta.stream != deployment.subjects.cdc_stream:
         return False
-    schema = await client.find_schema(meta.token)
+    schema = await deployment.schemas.find(meta.token)
     if schema is None or schema.schema_version != meta.schema_version:
         return False
-    progress = await client.progress(meta.source)
+    progress = await find_progress(deployment, meta.source)
     if schema.source != meta.source or progress is None or progress.epoch != meta.epoch:
         return False
-    bounds = await stream_bounds(client.nc, meta.stream)
+    bounds = await deployment.cdc_bounds()
     if find_break(bounds, meta.cdc_seq, meta.stream_created) is not None:
         return False
-    return await count_chunks(client, meta.token, meta.snapshot_id) == meta.batch_count
+    return await count_chunks(deployment, meta.token, meta.snapshot_id) == meta.batch_count
 
 
-async def count_chunks(client: Client, token: str, snapshot_id: str) -> int:
+async def count_chunks(deployment: Deployment, token: str, snapshot_id: str) -> int:
     """How many chunks of a snapshot INIT holds, which a consumer tells without reading any."""
-    stream = client.subjects.init_stream
+    nc, stream = deployment.nc, deployment.subjects.init_stream
     config = {
         "ack_policy": "none",
         "deliver_policy": "all",
-        "filter_subject": client.subjects.chunk(token, snapshot_id, "*"),
+        "filter_subject": deployment.subjects.chunk(token, snapshot_id, "*"),
         "inactive_threshold": 5_000_000_000,
         "mem_storage": True,
         "num_replicas": 1,
     }
     try:
-        answer = await client.nc.api(
+        answer = await nc.api(
             f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config}
         )
     except ApiError as error:
         raise NotAvailable(f"stream {stream}: {error}") from error
-    await client.nc.discard_consumer(stream, str(answer["name"]))
+    await nc.discard_consumer(stream, str(answer["name"]))
     return int(answer["num_pending"])

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consumer_sdk.errors import NotAvailable, TargetError
-from consumer_sdk.reading.horizon import newest_lsn
-from consumer_sdk.reading.schema import resolve_table
+from consumer_sdk.reading.progress import newest_lsn
+from consumer_sdk.reading.schemas import resolve_table
 from consumer_sdk.targets.target import Lane
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.verify.fold import Fold
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from consumer_sdk.client import Client
-    from consumer_sdk.reading.schema import TableName as TableSpelling
+    from consumer_sdk.reading.schemas import TableName as TableSpelling
     from consumer_sdk.targets.target import MirrorPosition, TableCopy, TableName, TargetState
     from consumer_sdk.verify.table_side import Side
 
@@ -198,7 +198,9 @@ class _Comparison:
         wanted = self._snapshot.lsn
         while True:
             await stay_cancelled()
-            newest = await newest_lsn(self._client, self._copy.source, self._position.epoch, wanted)
+            newest = await newest_lsn(
+                self._client.deployment, self._copy.source, self._position.epoch, wanted
+            )
             if newest >= wanted:
                 return
             if time.monotonic() > deadline:

@@ -1,7 +1,8 @@
 """HOT PATH: row changes in MessagePack straight to events, without a map in between.
 
-Only what is entirely as expected is read here. Everything else, damaged or merely unusual, is left
-to `envelope.events_of`, which says what is wrong. `make bench reading` shows what this gains.
+Only what is entirely as expected is read here. Everything else, damaged or merely unusual (a row
+kept as an object), is left to `envelope.events_of`, which says what is wrong. `make bench reading`
+shows what this gains.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ class _Row(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     old: dict[str, Any] | None = None
     unchanged: tuple[str, ...] = ()
     raw: tuple[str, ...] = ()
-    ref: dict[str, Any] | None = None
 
 
 class _RowMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -40,7 +40,6 @@ class _RowMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     old: dict[str, Any] | None = None
     unchanged: tuple[str, ...] = ()
     raw: tuple[str, ...] = ()
-    ref: dict[str, Any] | None = None
     rows: list[_Row] | None = None
     last: bool = False
     end_lsn: int = 0
@@ -73,13 +72,13 @@ def read_row_message(payload: bytes) -> list[Event] | None:
         return None
     rows = m.rows
     if rows is None:
-        if m.data is None and m.ref is None:
+        if m.data is None:
             return None
         return [
             Event(
                 m.source, m.epoch, m.table, m.schema, m.operation, m.lsn, m.seq, m.xid, m.ts,
                 m.schema_version, m.relation_id, m.msg_id, m.subject, m.data, m.old, m.unchanged,
-                m.raw, m.ref, m.last, m.end_lsn,
+                m.raw, None, m.last, m.end_lsn,
             )
         ]  # fmt: skip
     if not rows:
@@ -87,13 +86,13 @@ def read_row_message(payload: bytes) -> list[Event] | None:
     events = []
     seq = m.seq
     for row in rows:
-        if row.data is None and row.ref is None:
+        if row.data is None:
             return None
         events.append(
             Event(
                 m.source, m.epoch, m.table, m.schema, m.operation, m.lsn, seq, m.xid, m.ts,
                 m.schema_version, m.relation_id, m.msg_id, m.subject, row.data, row.old,
-                row.unchanged, row.raw, row.ref,
+                row.unchanged, row.raw,
             )
         )  # fmt: skip
         seq += 1

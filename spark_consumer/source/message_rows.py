@@ -11,23 +11,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from consumer_sdk.errors import CorruptData, VersionTooNew
-from consumer_sdk.reading.decoder import parse_headers, restore_row
-from consumer_sdk.wire.compression import decompress
+from consumer_sdk.reading.decoder import restore_row
+from consumer_sdk.reading.references import damaged_message
 from consumer_sdk.wire.envelope import (
-    CONTENT_ENCODING,
     CONTENT_TYPE,
-    DICTIONARY,
     JSON,
-    MSGPACK,
     ROW_OPERATIONS,
     Event,
     decode_payload,
-    encode,
     events_of,
     to_json_value,
 )
-from consumer_sdk.wire.errors import MISFITS, DictionaryMissing, WireError, WireVersionError
+from consumer_sdk.wire.errors import MISFITS, WireError
 from consumer_sdk.wire.jsonb import jsonb_text
 from spark_consumer.lake.column_values import ColumnWriter
 from spark_consumer.lake.table_definition import TEXT_SUFFIX, define
@@ -57,10 +52,6 @@ MESSAGE_SCHEMA: Final = pa.schema(
 PROGRESS: Final = "$progress"
 BATCH: Final = "$batch"
 
-_PLAIN: Final = b"Content-Type: application/msgpack"
-_ENCODED: Final = b"Content-Encoding"
-# How the key `ref` looks in either encoding; a false alarm costs one decoding.
-_REFERENCES: Final = (b"\xa3ref", b'"ref"')
 BATCH_ROWS: Final = 10_000
 
 
@@ -116,22 +107,13 @@ async def _batch(client: Client, source: str, frames: Sequence[Frame]) -> pa.Rec
     prefix = len(client.subjects.cdc) + 1
     tokens: list[str] = []
     operations: list[str] = []
-    kinds: list[str] = []
-    payloads: list[bytes] = []
+    contents = await client.deployment.references.self_contained(frames)
     for frame in frames:
         token, _, operation = frame.subject[prefix:].decode().rpartition(".")
         if token == PROGRESS:
             operation = "progress"
-        kind, payload = MSGPACK, frame.payload
-        headers = frame.headers
-        if headers is None or _PLAIN not in headers or _ENCODED in headers:
-            kind, payload = await _plain(client, frame)
-        if any(mark in payload for mark in _REFERENCES):
-            payload = await _filled(client, frame.stream_seq, kind, payload)
         tokens.append(token)
         operations.append(operation)
-        kinds.append(kind)
-        payloads.append(payload)
     sequences = pa.array([frame.stream_seq for frame in frames], pa.int64())
     return pa.RecordBatch.from_arrays(
         [
@@ -139,63 +121,11 @@ async def _batch(client: Client, source: str, frames: Sequence[Frame]) -> pa.Rec
             pa.array([source] * len(frames), pa.string()),
             pa.array(tokens, pa.string()),
             pa.array(operations, pa.string()),
-            pa.array(kinds, pa.string()),
-            pa.array(payloads, pa.binary()),
+            pa.array([content_type for content_type, _ in contents], pa.string()),
+            pa.array([payload for _, payload in contents], pa.binary()),
         ],
         schema=MESSAGE_SCHEMA,
     )
-
-
-async def _plain(client: Client, frame: Frame) -> tuple[str, bytes]:
-    """Content type and payload without its compression."""
-    headers = parse_headers(frame.headers) or {}
-    kind = headers.get(CONTENT_TYPE) or MSGPACK
-    encoding = headers.get(CONTENT_ENCODING)
-    if not encoding:
-        return kind, frame.payload
-    if encoding != "zstd":
-        raise _damaged(frame.stream_seq, WireError(f"unknown Content-Encoding {encoding!r}"))
-    known: dict[str, bytes] = {}
-    try:
-        while True:
-            try:
-                return kind, decompress(
-                    frame.payload, dictionary_id=headers.get(DICTIONARY), dictionaries=known
-                )
-            except DictionaryMissing as missing:
-                name = missing.dictionary_id
-            known[name] = await client.dictionary(name)
-    except WireError as error:
-        raise _damaged(frame.stream_seq, error) from error
-
-
-async def _filled(client: Client, stream_seq: int, kind: str, payload: bytes) -> bytes:
-    """The message with the rows that it keeps as objects in their place."""
-    try:
-        document = decode_payload({CONTENT_TYPE: kind}, payload)
-        rows = document.get("rows")
-        holders: list[Any] = rows if isinstance(rows, list) else [document]
-        changed = False
-        for holder in holders:
-            reference = holder.get("ref") if isinstance(holder, dict) else None
-            if not isinstance(reference, dict):
-                continue
-            content = await client.fetch_object(reference)
-            row = decode_payload({CONTENT_TYPE: kind}, content, versioned=False)
-            del holder["ref"]
-            holder.update({key: row[key] for key in _ROW_FIELDS if row.get(key) is not None})
-            changed = True
-    except WireError as error:
-        raise _damaged(stream_seq, error) from error
-    return encode(document, as_json=kind == JSON) if changed else payload
-
-
-_ROW_FIELDS: Final = ("data", "old", "unchanged", "raw")
-
-
-def _damaged(stream_seq: int, error: Exception) -> CorruptData:
-    kind = VersionTooNew if isinstance(error, WireVersionError) else CorruptData
-    return kind(f"message {stream_seq} of the change stream: {error}")
 
 
 ENVELOPE_SCHEMA: Final = pa.schema(
@@ -278,13 +208,13 @@ def typed_batches(
                 if kind == JSON:
                     restore_row(row, event.raw, schema)
             except WireError as error:
-                raise _damaged(stream_seq, error) from error
+                raise damaged_message(stream_seq, error) from error
             try:
                 for name in texts:
                     if name not in event.raw and row.get(name) is not None:
                         row[name] = jsonb_text(row[name])
             except MISFITS as error:
-                raise _damaged(stream_seq, error) from error
+                raise damaged_message(stream_seq, error) from error
             found.append((stream_seq, event))
             rows.append(row)
         if rows:
@@ -327,11 +257,11 @@ def _events(batch: pa.RecordBatch) -> Iterator[tuple[int, Event, str]]:
         try:
             events = events_of(decode_payload({CONTENT_TYPE: kind}, payload))
         except WireError as error:
-            raise _damaged(stream_seq, error) from error
+            raise damaged_message(stream_seq, error) from error
         for event in events:
             numbers = event.epoch | event.commit_lsn | event.seq | event.xid | event.schema_version
             if numbers >> 63:
-                raise _damaged(stream_seq, WireError("a number is beyond what a long holds"))
+                raise damaged_message(stream_seq, WireError("a number is beyond what a long holds"))
             yield stream_seq, event, kind
 
 
@@ -340,7 +270,7 @@ def _envelope(stream_seq: int, event: Event) -> tuple[Any, ...]:
     try:
         texts = _json(data), _json(event.old)
     except MISFITS as error:
-        raise _damaged(stream_seq, error) from error
+        raise damaged_message(stream_seq, error) from error
     return (
         stream_seq,
         event.source,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from consumer_sdk.errors import UsageError
-from consumer_sdk.reading.schema import resolve_table
+from consumer_sdk.reading.schemas import resolve_table
 from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.wire.subjects import Subjects
 

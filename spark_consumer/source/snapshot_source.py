@@ -10,18 +10,9 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
-from consumer_sdk.reading.decoder import parse_headers
-from consumer_sdk.snapshot.chunks import read_arrow
-from consumer_sdk.snapshot.snapshot import Snapshot, SnapshotMeta
-from consumer_sdk.wire.compression import decompress
-from consumer_sdk.wire.envelope import (
-    ARROW,
-    CHUNK_SHA256,
-    CONTENT_ENCODING,
-    CONTENT_TYPE,
-    DICTIONARY,
-)
-from consumer_sdk.wire.errors import MISFITS, WireError
+from consumer_sdk.snapshot.chunks import ChunkRows
+from consumer_sdk.snapshot.snapshot import Snapshot
+from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.jsonb import jsonb_text
 from consumer_sdk.wire.subjects import format_table_name
 from spark_consumer.lake.column_mapping import spark_schema
@@ -36,8 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from consumer_sdk.client import Client
-    from consumer_sdk.reading.log import Frame
-    from consumer_sdk.snapshot.chunks import ChunkRows
+    from consumer_sdk.snapshot.chunks import ArrowChunk, StoredChunk
     from consumer_sdk.snapshot.request import SnapshotProgress
     from consumer_sdk.snapshot.snapshot import SnapshotMeta
     from consumer_sdk.transport.settings import NatsSettings
@@ -164,6 +154,15 @@ class ChunkDecoder:
         }
         self._json = tuple(c.name for c in schema.columns if c.family in ("json", "jsonb"))
 
+    def decode(self, chunk: ChunkRows | ArrowChunk) -> pa.RecordBatch:
+        """A batch from a chunk as it was written."""
+        if isinstance(chunk, ChunkRows):
+            return self.from_rows(chunk)
+        try:
+            return self.from_arrow(chunk.batch, chunk.odd)
+        except (pa.ArrowException, *MISFITS) as error:
+            raise CorruptData(f"chunk {chunk.number}: damaged Arrow chunk: {error!r}") from error
+
     def from_rows(self, chunk: ChunkRows) -> pa.RecordBatch:
         """A batch from rows."""
         arrays: dict[str, pa.Array] = {}
@@ -240,41 +239,12 @@ def read_chunks(
 ) -> Iterator[tuple[int, str, pa.RecordBatch]]:
     """Number, sha256 and rows of some chunks, each verified; own connection, closed at the end."""
     with NatsThread(settings, timeout) as nats:
-        snapshot = Snapshot(nats.client, meta, reused=True)
+        snapshot = Snapshot(nats.client.deployment, meta, reused=True)
         for number in numbers:
-            frame = nats.run(lambda _, number=number: snapshot.raw_chunk(number))  # type: ignore[misc]
-            headers = parse_headers(frame.headers) or {}
-            digest = headers[CHUNK_SHA256]
-            if headers.get(CONTENT_TYPE) == ARROW:
-                content = nats.run(lambda client, frame=frame: _content(client, frame))  # type: ignore[misc]
-                yield number, digest, _arrow_batch(number, content, meta, decoder)
-            else:
-                rows = nats.run(lambda _, number=number: snapshot.chunk(number))  # type: ignore[misc]
-                yield number, digest, decoder.from_rows(rows)
+            stored, chunk = nats.run(lambda _, number=number: _read(snapshot, number))  # type: ignore[misc]
+            yield number, stored.sha256, decoder.decode(chunk)
 
 
-async def _content(client: Client, frame: Frame) -> bytes:
-    headers = parse_headers(frame.headers) or {}
-    if headers.get(CONTENT_ENCODING) != "zstd":
-        return frame.payload
-    name = headers.get(DICTIONARY)
-    known = {name: await client.dictionary(name)} if name else {}
-    try:
-        return decompress(frame.payload, dictionary_id=name, dictionaries=known)
-    except WireError as error:
-        raise CorruptData(f"a snapshot chunk is damaged: {error}") from error
-
-
-def _arrow_batch(
-    number: int, content: bytes, meta: SnapshotMeta, decoder: ChunkDecoder
-) -> pa.RecordBatch:
-    try:
-        batch, document = read_arrow(content)
-    except WireError as error:
-        raise CorruptData(f"chunk {number}: {error}") from error
-    if document.get("snapshot_id") != meta.snapshot_id or document.get("chunk") != number:
-        raise CorruptData(f"chunk {number} of snapshot {meta.snapshot_id} is another one")
-    try:
-        return decoder.from_arrow(batch, document.get("odd") or {})
-    except (pa.ArrowException, *MISFITS) as error:
-        raise CorruptData(f"chunk {number}: damaged Arrow chunk: {error!r}") from error
+async def _read(snapshot: Snapshot, number: int) -> tuple[StoredChunk, ChunkRows | ArrowChunk]:
+    stored = await snapshot.raw_chunk(number)
+    return stored, await snapshot.read_chunk(stored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from consumer_sdk import connect
-from consumer_sdk.reading.horizon import newest_lsn
+from consumer_sdk.reading.progress import newest_lsn
 from tests.fixtures.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ async def test_positions_of_another_epoch_say_nothing_of_this_one(
     )
     await before.progress(lsn=0x9000)
     async with connect(nats_server.url, prefix=prefix) as client:
-        assert await newest_lsn(client, "shop", 1, 0x1200) == 0x9000
-        assert await newest_lsn(client, "shop", 2, 0x1200) == 0
+        assert await newest_lsn(client.deployment, "shop", 1, 0x1200) == 0x9000
+        assert await newest_lsn(client.deployment, "shop", 2, 0x1200) == 0
         after = Publisher(nats_client, prefix, epoch=2)
         await after.progress(lsn=0x1100)
         # The newest message of the table is still one of the epoch before.
-        assert await newest_lsn(client, "shop", 2, 0x1200) == 0x1100
+        assert await newest_lsn(client.deployment, "shop", 2, 0x1200) == 0x1100
         await after.send(
             after.event("users", "INSERT", lsn=0x1300, data={"id": 2}, last=True, end_lsn=0x1301)
         )
-        assert await newest_lsn(client, "shop", 2, 0x1200) == 0x1300
+        assert await newest_lsn(client.deployment, "shop", 2, 0x1200) == 0x1300

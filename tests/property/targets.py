@@ -22,8 +22,9 @@ from bridge.telemetry.stats import BridgeStats
 from bridge.wal.framing import POSTGRES_EPOCH_US, parse_frame
 from bridge.wal.messages import UNCHANGED, Begin, Insert, Relation, RelationColumn, Truncate
 from bridge.wal.pgoutput import decode
-from consumer_sdk.errors import CdcError
+from consumer_sdk.errors import CdcError, CorruptData
 from consumer_sdk.reading.decoder import EventDecoder
+from consumer_sdk.reading.references import References
 from consumer_sdk.reading.stream import Frame
 from consumer_sdk.snapshot.snapshot import decode_meta
 from consumer_sdk.wire import Subjects, decode_payload, read_events
@@ -69,12 +70,8 @@ def wire(data: bytes) -> None:
     choice, payload = (data[0], data[1:]) if data else (0, b"")
     headers = HEADERS[choice % len(HEADERS)]
     subject = SUBJECTS[choice // len(HEADERS) % len(SUBJECTS)]
-    decoder = EventDecoder(
-        Subjects(""),
-        fetch_dictionary=_no_dictionary,
-        fetch_object=_stored_object(payload),
-        fetch_schema=_no_schema,
-    )
+    store = _Store(payload)
+    decoder = EventDecoder(Subjects(""), store, store)
     with suppress(CdcError):
         _complete(decoder.decode([Frame(1, subject, headers, payload)]))
     with suppress(WireError):
@@ -175,19 +172,22 @@ HTTP_SEEDS: Sequence[bytes] = (
 )
 
 
-async def _no_dictionary(name: str) -> bytes:
-    raise CdcError(f"no dictionary {name}")
+class _Store(References):
+    """An object store that holds one content under every name, and nothing else."""
 
+    def __init__(self, content: bytes) -> None:
+        nc: Any = None
+        super().__init__(nc, Subjects(""))
+        self._content_of_all = content
 
-async def _no_schema(_token: str, _version: int) -> TableSchema | None:
-    return None
+    async def fetch_dictionary(self, _name: str) -> bytes:
+        raise CorruptData("no dictionary")
 
+    async def fetch_object(self, _reference: dict[str, Any]) -> bytes:
+        return self._content_of_all
 
-def _stored_object(content: bytes) -> Callable[[dict[str, Any]], Any]:
-    async def fetch(_reference: dict[str, Any]) -> bytes:
-        return content
-
-    return fetch
+    async def of_version(self, _token: str, _version: int) -> TableSchema | None:
+        return None
 
 
 def _complete(work: Any) -> Any:

@@ -118,7 +118,6 @@ def without_pauses(world: World, data: Random) -> Iterator[None]:
         patch.object(bootstrap, "RETRY_SECONDS", (0.0,)),
         patch.object(follower, "SAVE_SECONDS", data.choice([-1.0, 5.0])),
         patch.object(follower, "newest_lsn", world.newest_lsn),
-        patch.object(follower, "is_read_through", world.is_read_through),
         patch.dict(handoff.HandOff.__init__.__kwdefaults__, spill_events=data.choice([0, 2, 1000])),
     ):
         yield

@@ -27,7 +27,8 @@ from consumer_sdk.mirror.decisions import Alter, Apply, RepairNeeded
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.reading.decoder import EventDecoder
 from consumer_sdk.reading.progress import decode_progress
-from consumer_sdk.reading.schema import read_schema
+from consumer_sdk.reading.references import References
+from consumer_sdk.reading.schemas import read_schema
 from consumer_sdk.reading.stream import Frame
 from consumer_sdk.reading.transactions import TransactionBuilder
 from consumer_sdk.snapshot.chunks import ChunkReader
@@ -74,22 +75,25 @@ def _headers(as_json: bool) -> bytes:
     )
 
 
-class Store:
-    """What a client would fetch."""
+class Store(References):
+    """What a client would fetch; it is the references, the schemas and the deployment in one."""
 
+    nc: Any = None
     subjects = Subjects("")
 
     def __init__(self, as_json: bool) -> None:
+        super().__init__(self.nc, self.subjects)
+        self.references = self
         self._as_json = as_json
 
     async def fetch_object(self, _reference: dict[str, Any]) -> bytes:
         row = valid.row(3, as_json=self._as_json)
         return valid.encoded({"data": row, **row}, as_json=self._as_json)
 
-    async def dictionary(self, _name: str) -> bytes:
+    async def fetch_dictionary(self, _name: str) -> bytes:
         return b""
 
-    async def schema_of(self, _token: str, _version: int) -> TableSchema:
+    async def of_version(self, _token: str, _version: int) -> TableSchema:
         return USERS
 
 
@@ -180,12 +184,7 @@ def test_a_change_may_be_spoilt_anywhere(as_json: bool, replica: Replica) -> Non
             _tried(lambda: list(typed_batches(iter([batch]), USERS, "text")))
             changes = ChangeDecoder(definition, {1: USERS}, here, "text")
             _tried(lambda: [*changes.add(9, kind, payload), *changes.flush()])
-        decoder = EventDecoder(
-            store.subjects,
-            fetch_dictionary=store.dictionary,
-            fetch_object=store.fetch_object,
-            fetch_schema=store.schema_of,
-        )
+        decoder = EventDecoder(store.subjects, store, store)
         stored = _complete(decoder.decode([Frame(9, subject, _headers(as_json), payload)]))
         for item in stored:
             if tail._is_shown(item.event):
@@ -204,12 +203,7 @@ def test_a_change_to_be_verified_may_be_spoilt_anywhere(tmp_path: Path) -> None:
     keyless = TableSchema.from_document(
         {**valid.SCHEMA, "primary_key": [], "replica_identity": "full"}
     )
-    decoder = EventDecoder(
-        store.subjects,
-        fetch_dictionary=store.dictionary,
-        fetch_object=store.fetch_object,
-        fetch_schema=store.schema_of,
-    )
+    decoder = EventDecoder(store.subjects, store, store)
 
     for schema in (USERS, keyless):
         with Fold(TableLayout(schema), tmp_path) as fold:
@@ -300,7 +294,7 @@ def test_a_snapshot_may_be_spoilt_anywhere(as_json: bool, replica: Replica, tmp_
 
     def read(payload: bytes) -> None:
         frame = Frame(1, b"init.snap.users.a.0", _headers(as_json), payload)
-        chunk = _complete(reader.decode(0, frame))
+        chunk = _complete(reader.rows(0, frame))
         rows = [SnapshotRow(row, chunk.raw(index)) for index, row in enumerate(chunk)]
         _tried(lambda: replica.load(USERS, rows))
         for ending in ("csv", "jsonl", "parquet"):

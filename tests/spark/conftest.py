@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from consumer_sdk.reading.schema import resolve_table
+from consumer_sdk.reading.schemas import resolve_table
 from consumer_sdk.transport.settings import NatsSettings
 from spark_consumer.job.job import JobSettings, SparkJob
 from spark_consumer.runtime.session import open_session

@@ -1,4 +1,4 @@
-"""Table schemas from the KV bucket."""
+"""Schemas of the published tables, and table names as users write them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from consumer_sdk.errors import (
     UsageError,
     VersionTooNew,
 )
-from consumer_sdk.reading.decoder import parse_headers
 from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
+from consumer_sdk.reading.references import damaged_message
+from consumer_sdk.reading.stream import get_message, parse_headers
 from consumer_sdk.transport.connection import NoJetStream
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.envelope import JSON, decode_payload
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 
     from nats.js.kv import KeyValue
 
+    from consumer_sdk.reading.references import References
     from consumer_sdk.reading.stream import Frame
     from consumer_sdk.transport.connection import LogConnection
+    from consumer_sdk.wire.subjects import Subjects
 
 _BATCH = 256
 
@@ -64,12 +67,14 @@ def read_schema(key: str, value: bytes) -> TableSchema:
         raise CorruptData(f"schema {key}: {error}") from error
 
 
-class SchemaBook:
-    """The schemas bucket: one document for each published table, the newest version."""
+class Schemas:
+    """Table schemas: the newest versions from the KV bucket, older ones from the change stream."""
 
-    def __init__(self, nc: LogConnection, bucket: str) -> None:
+    def __init__(self, nc: LogConnection, subjects: Subjects, references: References) -> None:
         self._nc = nc
-        self._bucket = bucket
+        self._subjects = subjects
+        self._references = references
+        self._bucket = subjects.schemas_bucket
         self._store: KeyValue | None = None
 
     async def find(self, token: str) -> TableSchema | None:
@@ -87,6 +92,24 @@ class SchemaBook:
         except (nats.errors.Error, OSError, TimeoutError) as error:
             raise NotAvailable(f"schemas cannot be read: {self._nc.explain(error)}") from error
         return read_schema(token, entry.value or b"")
+
+    async def of_version(self, token: str, version: int) -> TableSchema | None:
+        """The schema that a row was written with; the newest if that version is not stored."""
+        newest = await self.find(token)
+        if newest is not None and newest.schema_version == version:
+            return newest
+        request = {"seq": 1, "next_by_subj": self._subjects.change(token, "schema")}
+        while frame := await get_message(self._nc, self._subjects.cdc_stream, request):
+            headers = parse_headers(frame.headers)
+            try:
+                document = await self._references.document(headers, frame.payload)
+                schema = TableSchema.from_document(document)
+            except WireError as error:
+                raise damaged_message(frame.stream_seq, error) from error
+            if schema.schema_version == version:
+                return schema
+            request["seq"] = frame.stream_seq + 1
+        return newest
 
     async def get(self, table: TableName) -> TableSchema:
         """The schema of one table; UnknownTable with similar names if there is none."""

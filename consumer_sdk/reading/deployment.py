@@ -1,0 +1,56 @@
+"""One deployment of tailrace over one connection: what every reader of it is made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from consumer_sdk.errors import UsageError
+from consumer_sdk.reading.decoder import EventDecoder
+from consumer_sdk.reading.references import References
+from consumer_sdk.reading.schemas import Schemas, resolve_table
+from consumer_sdk.reading.stream import get_message, stream_bounds
+from consumer_sdk.wire.subjects import table_token
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+    from consumer_sdk.reading.schemas import TableName
+    from consumer_sdk.reading.stream import Frame, StreamBounds
+    from consumer_sdk.transport.connection import LogConnection
+    from consumer_sdk.transport.settings import NatsSettings
+
+
+class Deployment:
+    """A connection, the deployment's names, its schemas, and what its messages refer to."""
+
+    def __init__(self, nc: LogConnection, settings: NatsSettings) -> None:
+        self.nc = nc
+        self.settings = settings
+        self.subjects = settings.subjects()
+        self.references = References(nc, self.subjects)
+        self.schemas = Schemas(nc, self.subjects, self.references)
+
+    def decoder(self) -> EventDecoder:
+        """A decoder of the change stream."""
+        return EventDecoder(self.subjects, self.references, self.schemas)
+
+    async def cdc_bounds(self) -> StreamBounds:
+        """What the change stream holds; NotAvailable where there is none."""
+        return await stream_bounds(self.nc, self.subjects.cdc_stream)
+
+    async def cdc_message(self, request: dict[str, Any]) -> Frame | None:
+        """One message of the change stream; see `get_message`."""
+        return await get_message(self.nc, self.subjects.cdc_stream, request)
+
+    def filters(
+        self, tables: Sequence[TableName] | None, extra_subjects: Sequence[str] = ()
+    ) -> list[str]:
+        """Subjects that hold everything about the tables, without overlaps."""
+        if tables is None:
+            return [self.subjects.cdc_all]
+        own = [self.subjects.table_filter(table_token(*resolve_table(table))) for table in tables]
+        filters = list(dict.fromkeys([*own, *extra_subjects]))
+        if not filters:
+            raise UsageError("no table is named; None stands for all of them")
+        return filters
