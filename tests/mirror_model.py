@@ -8,7 +8,7 @@ from typing import Any
 
 from consumer_sdk.reading.decoder import Stored
 from consumer_sdk.targets.evolution import key_columns
-from consumer_sdk.targets.target import Lane, SnapshotRow, TableCopy, TableName
+from consumer_sdk.targets.target import Lane, MirrorCopy, SnapshotRow, TableName
 from consumer_sdk.wire.column_types import Column, TableSchema
 from consumer_sdk.wire.envelope import Event
 from consumer_sdk.wire.oids import INT4, INT8, TEXT
@@ -197,9 +197,9 @@ class ModelSource:
 
     def snapshot(
         self, table: TableName, snapshot_lsn: int, cdc_seq: int
-    ) -> tuple[TableCopy, list[SnapshotRow]]:
+    ) -> tuple[MirrorCopy, list[SnapshotRow]]:
         """A loaded next copy and its rows."""
-        made = TableCopy(
+        made = MirrorCopy(
             schema=self.schemas[table],
             lane=Lane.NEXT,
             epoch=self.epoch,

@@ -7,9 +7,9 @@ import asyncio
 import logging
 import signal
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-from consumer_sdk.commands import schemas, snapshot, tail
 from consumer_sdk.commands.options import Parser
 from consumer_sdk.commands.terminal import printable
 from consumer_sdk.errors import CdcError
@@ -27,13 +27,21 @@ NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and B
 Exit codes: 0 fine, 1 the answer is no, 2 bad usage or settings, 3 NATS, bridge or target not
 usable as configured, 4 data at risk.
 """
-_LIGHT = ("schema", "tables", "tail", "snapshot")
+_MODULES = {
+    "schema": "schemas",
+    "tables": "schemas",
+    "tail": "tail",
+    "snapshot": "snapshot",
+    "mirror": "mirror",
+    "verify": "verify",
+}
+"""The module of this package that declares and runs a subcommand."""
 INTERRUPTED = 130
 LONGEST_LINE = 1000
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser; commands that load more are not declared where another one is named."""
+    """The parser; where a subcommand is named, only its module is loaded."""
     parser = Parser(
         prog="cdc",
         description=DESCRIPTION,
@@ -44,13 +52,9 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=Parser
     )
-    schemas.add_arguments(subparsers)
-    tail.add_arguments(subparsers)
-    snapshot.add_arguments(subparsers)
-    if not arguments or arguments[0] not in _LIGHT:
-        from consumer_sdk.commands.mirror import add_arguments
-
-        add_arguments(subparsers)
+    named = _MODULES.get(arguments[0]) if arguments else None
+    for module in [named] if named else dict.fromkeys(_MODULES.values()):
+        import_module(f"consumer_sdk.commands.{module}").add_arguments(subparsers)
     return parser
 
 

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from consumer_sdk.commands.terminal import steady
 from consumer_sdk.errors import CorruptData, TargetError, UsageError
-from consumer_sdk.targets import postgres as postgres_values
+from consumer_sdk.targets.stored_values import postgres_encoder
 from consumer_sdk.wire.envelope import to_json_value
 from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.jsonb import jsonb_text
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 _BLANKS = re.compile(r"[\x00-\x1f]+")
 
 
-class RowWriter(Protocol):
+class RowFile(Protocol):
     """Where rows go; nothing is visible under the final name before `finish`."""
 
     def begin(self, columns: Sequence[Column]) -> None: ...
@@ -41,7 +41,7 @@ class RowWriter(Protocol):
         """Remove what is unfinished; does nothing after `finish`."""
 
 
-def open_writer(out: str | None) -> RowWriter:
+def open_row_file(out: str | None) -> RowFile:
     """The writer for a file name by its ending, for `-` or for nothing."""
     if out is None:
         return _Nowhere()
@@ -160,7 +160,7 @@ class _Csv(_TextFile):
     """CSV as PostgreSQL reads it: null is nothing, an empty text is quoted."""
 
     def begin(self, columns: Sequence[Column]) -> None:
-        self._columns = [(column.name, postgres_values.encoder(column)) for column in columns]
+        self._columns = [(column.name, postgres_encoder(column)) for column in columns]
         self._put(",".join(_quoted(name) for name, _ in self._columns) + "\r\n")
 
     def _line(self, row: Row, raw: Container[str]) -> str:

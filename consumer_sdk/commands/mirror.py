@@ -1,92 +1,59 @@
-"""`cdc mirror` and `cdc verify`."""
+"""`cdc mirror`: load tables into a database and keep them equal to the source."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
 import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.options import add_shared_options, open_client, seconds
-from consumer_sdk.commands.terminal import is_terminal, printable, steady
+from consumer_sdk.commands.options import CREDENTIALS_ADVICE, add_shared_options, open_client
+from consumer_sdk.commands.terminal import is_terminal, printable
 from consumer_sdk.errors import UsageError
 from consumer_sdk.mirror.runner import Mirror
-from consumer_sdk.targets.target_url import display_url, open_target, split_url
-from consumer_sdk.verify.table_side import require_conninfo
-from consumer_sdk.verify.verify import verify
+from consumer_sdk.targets.target_url import display_url, open_target
 from consumer_sdk.wire.lsn import format_lsn
-from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import AsyncIterator
 
     from consumer_sdk.mirror.notices import MirrorStatus, Notice
-    from consumer_sdk.verify.verify import TableReport
 
 REDRAW_SECONDS = 0.5
 REPORT_SECONDS = 10.0
 INTERRUPTED = 130
-SHOWN_KEYS = 20
-_PASSWORDS = "a password is better kept in PGPASSWORD or ~/.pgpass"
 
 
 def add_arguments(subparsers: Any) -> None:
-    """Declare the commands."""
-    mirror = subparsers.add_parser(
+    """Declare the command."""
+    parser = subparsers.add_parser(
         "mirror",
         help="keep a replica of tables",
         description="Load tables into a database and keep them equal to the source, transaction "
         "by transaction, until interrupted. TABLE is written as in SQL.",
     )
-    mirror.add_argument("tables", metavar="TABLE", nargs="*")
-    mirror.add_argument(
+    parser.add_argument("tables", metavar="TABLE", nargs="*")
+    parser.add_argument(
         "--all", action="store_true", help="every published table, also those published later"
     )
-    mirror.add_argument(
+    parser.add_argument(
         "--into",
         metavar="URL",
         required=True,
-        help=f"sqlite:///PATH or postgresql://…; {_PASSWORDS}",
+        help=f"sqlite:///PATH or postgresql://…; {CREDENTIALS_ADVICE}",
     )
-    mirror.add_argument(
+    parser.add_argument(
         "--once", action="store_true", help="end when everything stored at the start is applied"
     )
-    mirror.add_argument(
+    parser.add_argument(
         "--fresh", action="store_true", help="build the tables anew, from new snapshots"
     )
-    add_shared_options(mirror)
-    mirror.set_defaults(run=run_mirror)
-    compare = subparsers.add_parser(
-        "verify",
-        help="compare a replica with its source",
-        description="Compare tables row by row at one position while source and replica move on; "
-        "exit 1 and the differing keys if they differ. TABLE is written as in SQL.",
-    )
-    compare.add_argument("tables", metavar="TABLE", nargs="+")
-    compare.add_argument(
-        "--source",
-        metavar="DSN",
-        required=True,
-        help=f"the source; needs a role with REPLICATION; {_PASSWORDS}",
-    )
-    compare.add_argument(
-        "--replica", metavar="URL", required=True, help="sqlite:///PATH or postgresql://…"
-    )
-    compare.add_argument(
-        "--wait",
-        metavar="TIME",
-        type=seconds,
-        default=60.0,
-        help="how long to wait for open transactions and for the bridge, default 60",
-    )
-    compare.add_argument("--json", action="store_true", help="print one JSON document")
-    add_shared_options(compare)
-    compare.set_defaults(run=run_verify)
+    add_shared_options(parser)
+    parser.set_defaults(run=run_mirror)
 
 
 async def run_mirror(arguments: argparse.Namespace) -> int:
@@ -109,66 +76,6 @@ async def run_mirror(arguments: argparse.Namespace) -> int:
             await mirror.run(once=arguments.once)
     screen.conclude(mirror.status)
     return INTERRUPTED if arguments.once and interrupted.is_set() else 0
-
-
-async def run_verify(arguments: argparse.Namespace) -> int:
-    """Compare as the arguments say."""
-
-    def waiting(reason: str) -> None:
-        print(f"cdc: {printable(reason)}", file=sys.stderr)
-
-    require_conninfo(arguments.source)
-    split_url(arguments.replica)
-    async with open_client(arguments) as client:
-        reports = await verify(
-            client,
-            arguments.tables,
-            source=arguments.source,
-            replica=arguments.replica,
-            timeout=arguments.wait,
-            on_wait=waiting,
-        )
-    if arguments.json:
-        documents = [_document(report) for report in reports]
-        lines = [steady(json.dumps(documents, ensure_ascii=False))]
-    else:
-        lines = [line for report in reports for line in _lines(report)]
-    # The exit code is the answer, also for whoever does not read all of it.
-    with contextlib.suppress(BrokenPipeError):
-        print("\n".join(lines), flush=True)
-    return 0 if all(report.equal for report in reports) else 1
-
-
-def _document(report: TableReport) -> dict[str, Any]:
-    schema, table = report.table
-    return {
-        "schema": schema,
-        "table": table,
-        "equal": report.equal,
-        "rows": report.rows,
-        "changes_folded": report.changes_folded,
-        "differences": report.differences,
-        "missing": [json.loads(key) for key in report.missing],
-        "extra": [json.loads(key) for key in report.extra],
-        "different": [json.loads(key) for key in report.different],
-    }
-
-
-def _lines(report: TableReport) -> list[str]:
-    table = printable(format_table_name(*report.table))
-    folded = f"{report.changes_folded:,} changes folded in"
-    if report.equal:
-        return [f"{table}: equal, {report.rows:,} rows, {folded}"]
-    lines = [f"{table}: {report.differences:,} of {report.rows:,} rows differ, {folded}"]
-    for kind, keys in (
-        ("missing", report.missing),
-        ("extra", report.extra),
-        ("different", report.different),
-    ):
-        lines += [f"  {kind} {printable(key)}" for key in keys[:SHOWN_KEYS]]
-        if len(keys) > SHOWN_KEYS:
-            lines.append(f"  {kind} … and more")
-    return lines
 
 
 @contextlib.asynccontextmanager

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from consumer_sdk.client import Client
 
+CREDENTIALS_ADVICE = "a password is better kept in PGPASSWORD or ~/.pgpass"
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.files import part_of, refused, unfit
 from consumer_sdk.errors import UsageError
-from consumer_sdk.wire import oids
+from consumer_sdk.wire.arrow_types import DECIMAL, arrow_type
 from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.jsonb import jsonb_text
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     _Converter = Callable[[Any, bool], Any]
     """Of a value, and whether it is the text of a JSON document."""
-
-_LARGEST_PRECISION = 38
 
 
 class ParquetFile:
@@ -47,7 +45,11 @@ class ParquetFile:
     def begin(self, columns: Sequence[Column]) -> None:
         import pyarrow as pa
 
-        self._columns = [(column.name, *_arrow(column)) for column in columns]
+        self._columns = []
+        for column in columns:
+            kind = arrow_type(column.base_type_oid, column.element_oid, column.type_modifier)
+            convert = _converter(column, decimal=kind.name == DECIMAL)
+            self._columns.append((column.name, kind.build(pa), convert))
         self._schema = pa.schema([(name, kind) for name, kind, _ in self._columns])
         try:
             self._writer = self._parquet.ParquetWriter(
@@ -97,43 +99,24 @@ class ParquetFile:
             part_of(self._path).unlink(missing_ok=True)
 
 
-def _arrow(column: Column) -> tuple[Any, _Converter | None]:
-    """Arrow type of a column, and how a value of the wire becomes one of it."""
-    import pyarrow as pa
-
+def _converter(column: Column, decimal: bool) -> _Converter | None:
+    """What makes a value of the wire one that Arrow takes; None if it is one already."""
     if column.family == "array":
-        kind, convert = _scalar(column, column.element_family or "other", column.element_oid)
-        return pa.list_(kind), _list_of(convert)
-    return _scalar(column, column.family, column.base_type_oid)
+        return _list_of(_scalar_converter(column.element_family or "other", decimal))
+    return _scalar_converter(column.family, decimal)
 
 
-def _scalar(column: Column, family: str, oid: int) -> tuple[Any, _Converter | None]:
-    import pyarrow as pa
-
+def _scalar_converter(family: str, decimal: bool) -> _Converter | None:
     match family:
-        case "bool":
-            return pa.bool_(), None
-        case "int":
-            return {oids.INT2: pa.int16(), oids.INT4: pa.int32()}.get(oid, pa.int64()), None
-        case "float":
-            return (pa.float32() if oid == oids.FLOAT4 else pa.float64()), None
-        case "bytea":
-            return pa.binary(), None
         case "date":
-            return pa.date32(), lambda text, _: date.fromisoformat(text)
-        case "timestamp":
-            return pa.timestamp("us"), lambda text, _: datetime.fromisoformat(text)
-        case "timestamptz":
-            return pa.timestamp("us", tz="UTC"), lambda text, _: datetime.fromisoformat(text)
+            return lambda text, _: date.fromisoformat(text)
+        case "timestamp" | "timestamptz":
+            return lambda text, _: datetime.fromisoformat(text)
         case "json" | "jsonb":
-            return pa.string(), _document
-        case "numeric":
-            digits, scale = column.numeric_precision, column.numeric_scale
-            if digits is None or scale is None or digits > _LARGEST_PRECISION:
-                return pa.string(), None
-            if 0 <= scale <= digits > 0:
-                return pa.decimal128(digits, scale), lambda text, _: Decimal(text)
-    return pa.string(), None
+            return _document
+        case "numeric" if decimal:
+            return lambda text, _: Decimal(text)
+    return None
 
 
 def _list_of(convert: _Converter | None) -> _Converter:

@@ -6,9 +6,9 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.files import open_writer
+from consumer_sdk.commands.files import open_row_file
 from consumer_sdk.commands.options import add_shared_options, open_client, seconds
-from consumer_sdk.commands.terminal import ProgressBar, printable, steady
+from consumer_sdk.commands.terminal import ProgressLine, printable, steady
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.column_types import Column
 from consumer_sdk.wire.lsn import format_lsn
@@ -54,8 +54,8 @@ def add_arguments(subparsers: Any) -> None:
 async def take(arguments: argparse.Namespace) -> int:
     """Take a snapshot, write its rows, print what it is."""
     wanted = _column_names(arguments.columns)
-    writer = open_writer(arguments.out)
-    bar = ProgressBar(f"snapshot of {arguments.table}")
+    writer = open_row_file(arguments.out)
+    bar = ProgressLine(f"snapshot of {arguments.table}")
 
     def on_progress(progress: SnapshotProgress) -> None:
         waiting = "; ".join(progress.waiting_for)

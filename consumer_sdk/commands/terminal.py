@@ -104,7 +104,7 @@ def columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
     ]
 
 
-class ProgressBar:
+class ProgressLine:
     """One line on a terminal that redraws itself; nothing at all elsewhere."""
 
     def __init__(self, label: str, stream: TextIO | None = None) -> None:

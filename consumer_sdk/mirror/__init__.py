@@ -6,9 +6,9 @@ from consumer_sdk.targets.memory import MemoryTarget
 from consumer_sdk.targets.target import (
     CannotAlter,
     Lane,
+    MirrorCopy,
     MirrorPosition,
     SnapshotRow,
-    TableCopy,
     Target,
     TargetState,
 )
@@ -19,11 +19,11 @@ __all__ = [
     "Lane",
     "MemoryTarget",
     "Mirror",
+    "MirrorCopy",
     "MirrorPosition",
     "MirrorStatus",
     "Notice",
     "SnapshotRow",
-    "TableCopy",
     "Target",
     "TargetState",
     "mirror",

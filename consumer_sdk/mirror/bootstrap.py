@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
 from consumer_sdk.mirror.notices import MirrorStatus, Notice
-from consumer_sdk.targets.target import Lane, SnapshotRow, TableCopy
+from consumer_sdk.targets.target import Lane, MirrorCopy, SnapshotRow
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -57,11 +57,11 @@ class Loader:
         self._requests = asyncio.Semaphore(REQUESTS)
         self._loads = asyncio.Semaphore(LOADS)
 
-    async def run(self, copies: Sequence[TableCopy]) -> None:
+    async def run(self, copies: Sequence[MirrorCopy]) -> None:
         """Load all of them; the first error ends the others."""
         self._status.tables_loading = len(copies)
 
-        async def load(copy: TableCopy) -> None:
+        async def load(copy: MirrorCopy) -> None:
             async with self._requests:
                 await self._load(copy)
             self._status.tables_loading -= 1
@@ -73,7 +73,7 @@ class Loader:
         except BaseExceptionGroup as errors:
             raise _first(errors) from errors
 
-    async def _load(self, planned: TableCopy) -> None:
+    async def _load(self, planned: MirrorCopy) -> None:
         table = format_table_name(*planned.name)
         fresh = self._fresh
         failures = 0
@@ -105,7 +105,7 @@ class Loader:
             )
             await asyncio.sleep(pause)
 
-    async def _load_once(self, planned: TableCopy, fresh: bool) -> None:
+    async def _load_once(self, planned: MirrorCopy, fresh: bool) -> None:
         table = format_table_name(*planned.name)
         snapshot = await self._client.snapshot(planned.name, fresh=fresh)
         if _is_older(snapshot.meta, planned):
@@ -115,10 +115,10 @@ class Loader:
         async with self._loads:
             await self._fill(planned, snapshot)
 
-    async def _fill(self, planned: TableCopy, snapshot: Snapshot) -> None:
+    async def _fill(self, planned: MirrorCopy, snapshot: Snapshot) -> None:
         meta = snapshot.meta
         table = format_table_name(*planned.name)
-        copy = TableCopy(
+        copy = MirrorCopy(
             schema=await self._schema_of(snapshot),
             lane=Lane.NEXT,
             epoch=meta.epoch,
@@ -165,7 +165,7 @@ class Loader:
         return schema
 
 
-def _is_older(meta: SnapshotMeta, planned: TableCopy) -> bool:
+def _is_older(meta: SnapshotMeta, planned: MirrorCopy) -> bool:
     """Whether a snapshot is from before what it shall repair.
 
     Positions are an epoch's own, and epochs a source's: of another source any snapshot will do.

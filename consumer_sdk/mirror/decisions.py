@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from consumer_sdk.targets.target import MirrorPosition, TableCopy, TableName
+    from consumer_sdk.targets.target import MirrorCopy, MirrorPosition, TableName
     from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.envelope import Event
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Apply:
     """Make these changes to a copy."""
 
-    copy: TableCopy
+    copy: MirrorCopy
     events: list[Event]
 
 
@@ -25,7 +25,7 @@ class Apply:
 class Alter:
     """Give a copy the structure of a later schema version."""
 
-    copy: TableCopy
+    copy: MirrorCopy
     schema: TableSchema
 
 
@@ -33,18 +33,18 @@ class Alter:
 class Promote:
     """Make next copies visible, all at once."""
 
-    copies: list[TableCopy]
+    copies: list[MirrorCopy]
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Save:
     """Remember these positions and copies and commit everything done so far."""
 
     positions: list[MirrorPosition]
-    copies: list[TableCopy]
+    copies: list[MirrorCopy]
 
 
-Action = Apply | Alter | Promote | Commit
+Action = Apply | Alter | Promote | Save
 
 
 class RepairNeeded(Exception):

@@ -9,7 +9,7 @@ from consumer_sdk.mirror.decisions import RepairNeeded
 from consumer_sdk.targets.target import Lane, MirrorPosition
 
 if TYPE_CHECKING:
-    from consumer_sdk.targets.target import TableCopy, TableName
+    from consumer_sdk.targets.target import MirrorCopy, TableName
     from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.envelope import Event
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class FollowedCopy:
     """A copy in use. Changes up to commit LSN `floor` are in it from the start."""
 
-    copy: TableCopy
+    copy: MirrorCopy
     floor: int
     version: int
     notice: TableSchema | None = None
@@ -73,8 +73,8 @@ class FollowedSource:
 def follow_source(
     name: str,
     position: MirrorPosition | None,
-    live: dict[TableName, TableCopy],
-    coming: dict[TableName, TableCopy],
+    live: dict[TableName, MirrorCopy],
+    coming: dict[TableName, MirrorCopy],
 ) -> FollowedSource:
     """What to follow of a source, given its live and next copies in the target.
 

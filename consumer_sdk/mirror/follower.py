@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import NotAvailable
-from consumer_sdk.mirror.decisions import Commit
+from consumer_sdk.mirror.decisions import Save
 from consumer_sdk.reading.progress import newest_lsn
 from consumer_sdk.transport.cancellation import stay_cancelled
 
@@ -32,11 +32,11 @@ MAX_FILTERS = 64
 MAX_BATCH = 2000
 
 
-class Outcome(Enum):
+class FollowEnd(Enum):
     """Why following ended."""
 
     FINISHED = "finished"
-    AGAIN = "again"
+    RESTART = "restart"
 
 
 class Follower:
@@ -76,7 +76,7 @@ class Follower:
         self._progress = [client.subjects.progress(source) for source in machine.sources()]
         self._filters = client.filters(self._tables, self._progress)
 
-    async def run(self, loading: asyncio.Task[None] | None, until: int | None) -> Outcome:
+    async def run(self, loading: asyncio.Task[None] | None, until: int | None) -> FollowEnd:
         """Follow; `loading` ends it when done, `until` when everything up to there is applied."""
         feed = self._client.feed(
             self._tables,
@@ -102,7 +102,7 @@ class Follower:
 
     async def _follow(
         self, feed: ChangeFeed, signals: list[asyncio.Task[Any]], until: int | None
-    ) -> Outcome:
+    ) -> FollowEnd:
         while True:
             await stay_cancelled()
             self._status.state = "catching up" if self._machine.waiting_for else "following"
@@ -118,7 +118,7 @@ class Follower:
                 if task.done():
                     task.result()
                     await self._finish_writing()
-                    return Outcome.FINISHED if self._stop.is_set() else Outcome.AGAIN
+                    return FollowEnd.FINISHED if self._stop.is_set() else FollowEnd.RESTART
             batch = taking.result()
             if batch:
                 await self._apply(batch)
@@ -127,10 +127,10 @@ class Follower:
                 with suppress(NotAvailable):
                     await self._idle(feed)
             if self._machine.discovered and await self._add_discovered():
-                return Outcome.AGAIN
+                return FollowEnd.RESTART
             may_be_all = feed.caught_up or not batch
             if until is not None and may_be_all and await self._reached(feed, until):
-                return Outcome.FINISHED
+                return FollowEnd.FINISHED
 
     async def _add_discovered(self) -> bool:
         """Tell of tables that were met in the stream, between two transactions."""
@@ -178,7 +178,7 @@ class Follower:
         if not self._writer.in_transaction:
             self._release()
         for action in actions:
-            if isinstance(action, Commit):
+            if isinstance(action, Save):
                 self._status.commits += 1
                 for position in action.positions:
                     self._status.positions[position.source] = position

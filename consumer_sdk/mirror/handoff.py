@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairNeeded
+from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Save
 from consumer_sdk.mirror.followed import follow_source
 from consumer_sdk.reading.progress import gap_of
 from consumer_sdk.targets.evolution import Effect, compare
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from consumer_sdk.mirror.decisions import Action
     from consumer_sdk.mirror.followed import FollowedCopy, FollowedSource
     from consumer_sdk.reading.decoder import Stored
-    from consumer_sdk.targets.target import MirrorPosition, TableCopy, TableName, TargetState
+    from consumer_sdk.targets.target import MirrorCopy, MirrorPosition, TableName, TargetState
     from consumer_sdk.wire.envelope import Event
 
 SPILL_EVENTS = 2000
@@ -313,7 +313,7 @@ class HandOff:
 
     def _commit(self) -> None:
         positions: list[MirrorPosition] = []
-        copies: list[TableCopy] = []
+        copies: list[MirrorCopy] = []
         for source in self._sources.values():
             if not source.unsaved:
                 continue
@@ -334,7 +334,7 @@ class HandOff:
                 copies.append(copy.copy)
             source.altered.clear()
         if positions or copies or self._actions:
-            self._actions.append(Commit(positions, copies))
+            self._actions.append(Save(positions, copies))
 
     # what is not a change
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from consumer_sdk.errors import GapError, NotAvailable, UnknownTable, UsageError
 from consumer_sdk.mirror.bootstrap import Loader
 from consumer_sdk.mirror.decisions import RepairNeeded
-from consumer_sdk.mirror.follower import Follower, Outcome
+from consumer_sdk.mirror.follower import FollowEnd, Follower
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.notices import MirrorStatus, Notice, table_list
 from consumer_sdk.mirror.writer import Writer
 from consumer_sdk.reading.proof import find_break
 from consumer_sdk.reading.schemas import resolve_table
-from consumer_sdk.targets.target import Lane, TableCopy, TableName, TargetState
+from consumer_sdk.targets.target import Lane, MirrorCopy, TableName, TargetState
 from consumer_sdk.targets.target_url import open_target
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.subjects import format_table_name
@@ -104,7 +104,7 @@ class Mirror:
             await stay_cancelled()
             patient = started and not once
             try:
-                if await self._continue(until, patient=patient) is Outcome.FINISHED:
+                if await self._continue(until, patient=patient) is FollowEnd.FINISHED:
                     return
                 started = True
             except RepairNeeded as repair:
@@ -136,7 +136,7 @@ class Mirror:
                 continue
             schema = schemas.get(name) or await self._client.schema(name)
             if self._has_columns(schema):
-                missing.append(TableCopy(schema, Lane.NEXT))
+                missing.append(MirrorCopy(schema, Lane.NEXT))
         for name in known - set(wanted) if self._wanted is not None else ():
             self._tell(Notice("also following", {"table": table_list([name])}))
         if missing:
@@ -170,21 +170,21 @@ class Mirror:
         schemas = [s for s in await self._client.tables() if (s.schema, s.table) in names - known]
         schemas = [schema for schema in schemas if self._has_columns(schema)]
         if schemas:
-            new = [TableCopy(schema, Lane.NEXT) for schema in schemas]
+            new = [MirrorCopy(schema, Lane.NEXT) for schema in schemas]
             self._tell(Notice("new tables", {"tables": table_list([copy.name for copy in new])}))
             await self._write(lambda: self._writer.expect(new))
         return bool(schemas)
 
     # loading and following
 
-    async def _continue(self, until: int | None, *, patient: bool) -> Outcome:
+    async def _continue(self, until: int | None, *, patient: bool) -> FollowEnd:
         """Go on from what the target remembers until that has to be read again."""
         state = await self._write(self._writer.read_state)
         bounds = await self._bounds(patient)
         await self._require_continuity(state, bounds)
         unloaded = [copy for copy in state.copies if not copy.loaded and copy.lane is Lane.NEXT]
         if unloaded and await self._retire(state, unloaded):
-            return Outcome.AGAIN
+            return FollowEnd.RESTART
         machine = HandOff(state, bounds.created, discover=self._wanted is None)
         self.status.tables = len({copy.name for copy in state.copies if not copy.retired})
         self.status.positions = dict(state.positions)
@@ -195,7 +195,7 @@ class Mirror:
                     return await self._wait_for_tables(until)
                 self.status.state = "loading"
                 await self._unless_stopped(loading)
-                return Outcome.AGAIN
+                return FollowEnd.RESTART
             follower = Follower(
                 self._client,
                 machine,
@@ -219,7 +219,7 @@ class Mirror:
                 loading.cancel()
                 await asyncio.wait([loading])
 
-    async def _retire(self, state: TargetState, planned: list[TableCopy]) -> bool:
+    async def _retire(self, state: TargetState, planned: list[MirrorCopy]) -> bool:
         """Leave tables out that are not published any more; a table asked for by name is not."""
         published = {(schema.schema, schema.table) for schema in await self._client.tables()}
         names = frozenset(copy.name for copy in planned)
@@ -235,7 +235,7 @@ class Mirror:
             )
         return bool(gone)
 
-    async def _load(self, copies: list[TableCopy], patient: bool) -> None:
+    async def _load(self, copies: list[MirrorCopy], patient: bool) -> None:
         loader = Loader(
             self._client,
             self._writer,
@@ -248,10 +248,10 @@ class Mirror:
         await loader.run(copies)
         self._fresh = False
 
-    async def _wait_for_tables(self, until: int | None) -> Outcome:
+    async def _wait_for_tables(self, until: int | None) -> FollowEnd:
         """With nothing published yet, wait for the first table."""
         if until is not None:
-            return Outcome.FINISHED
+            return FollowEnd.FINISHED
         async with aclosing(self._client.watch_schemas()) as schemas:
             watch = asyncio.ensure_future(anext(schemas))
             await self._unless_stopped(watch)
@@ -260,7 +260,7 @@ class Mirror:
                 await self._discover(frozenset({(schema.schema, schema.table)}))
             else:
                 await asyncio.wait([watch])
-        return Outcome.AGAIN
+        return FollowEnd.RESTART
 
     async def _unless_stopped(self, task: asyncio.Future[Any]) -> None:
         """Wait for a task or for `stop`, whichever comes first."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairNeeded
-from consumer_sdk.targets.target import CannotAlter, Lane, TableCopy
+from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Save
+from consumer_sdk.targets.target import CannotAlter, Lane, MirrorCopy
 from consumer_sdk.transport.holds import hold
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ class Writer:
             self._target.rollback()
 
     def perform(self, actions: Sequence[Action]) -> None:
-        """Do these, in order; without a Commit among them the transaction stays open."""
+        """Do these, in order; without a Save among them the transaction stays open."""
         target = self._target
         for action in actions:
             self._begin()
             if isinstance(action, Apply):
                 target.apply(action.copy, action.events)
-            elif isinstance(action, Commit):
+            elif isinstance(action, Save):
                 for copy in action.copies:
                     target.save_copy(copy)
                 hold("mirror-between-data-and-position")
@@ -81,7 +81,7 @@ class Writer:
 
     # building next copies, outside of any transaction of `perform`
 
-    def expect(self, copies: Iterable[TableCopy]) -> None:
+    def expect(self, copies: Iterable[MirrorCopy]) -> None:
         """Plan next copies, not loaded; an earlier one of the same table is dropped."""
         copies = list(copies)
         self._target.require_room(copies)
@@ -91,7 +91,7 @@ class Writer:
             self._target.save_copy(replace(copy, lane=Lane.NEXT, loaded=False))
         self._commit()
 
-    def retire(self, copies: Iterable[TableCopy]) -> None:
+    def retire(self, copies: Iterable[MirrorCopy]) -> None:
         """Drop next copies, and keep live ones as they are from now on."""
         self._begin_own()
         for copy in copies:
@@ -101,20 +101,20 @@ class Writer:
                 self._target.drop(copy)
         self._commit()
 
-    def start_load(self, copy: TableCopy) -> None:
+    def start_load(self, copy: MirrorCopy) -> None:
         """Make an empty next copy."""
         self._begin_own()
         self._target.create(copy)
         self._target.save_copy(replace(copy, loaded=False))
         self._commit()
 
-    def load(self, copy: TableCopy, rows: Sequence[SnapshotRow]) -> None:
+    def load(self, copy: MirrorCopy, rows: Sequence[SnapshotRow]) -> None:
         """Add rows to a next copy."""
         self._begin_own()
         self._target.load(copy, rows)
         self._commit()
 
-    def finish_load(self, copy: TableCopy) -> None:
+    def finish_load(self, copy: MirrorCopy) -> None:
         """Declare a next copy complete as of its snapshot."""
         hold("mirror-before-loaded")
         self._begin_own()

@@ -73,11 +73,6 @@ def compare(old: TableSchema, new: TableSchema) -> Evolution:
     return Evolution(Effect.NONE, "")
 
 
-def same_structure(old: TableSchema, new: TableSchema) -> bool:
-    """Whether rows of one fit the other as they are."""
-    return compare(old, new).effect is Effect.NONE
-
-
 def _is_another(old: Column, new: Column) -> bool:
     """Whether a column only has the name of the old one."""
     return None not in (old.number, new.number) and old.number != new.number

@@ -16,9 +16,9 @@ from consumer_sdk.errors import TargetError
 from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.target import (
     Lane,
+    MirrorCopy,
     MirrorPosition,
     SnapshotRow,
-    TableCopy,
     TableName,
     TargetState,
 )
@@ -70,7 +70,7 @@ class MemoryTarget:
         self._lock = threading.Lock()
         self._steps: list[Callable[[], object]] = []
         self._positions: dict[str, MirrorPosition] = {}
-        self._copies: dict[tuple[Lane, TableName], TableCopy] = {}
+        self._copies: dict[tuple[Lane, TableName], MirrorCopy] = {}
         self._tables: dict[tuple[Lane, TableName], _Table] = {}
 
     def rows(self, table: str, schema: str = "public") -> list[Row]:
@@ -98,7 +98,7 @@ class MemoryTarget:
     def read_state(self) -> TargetState:
         return TargetState(dict(self._positions), list(self._copies.values()))
 
-    def require_room(self, copies: Sequence[TableCopy]) -> None:
+    def require_room(self, copies: Sequence[MirrorCopy]) -> None:
         """There is always room: nobody else writes here."""
 
     def begin(self) -> None:
@@ -116,27 +116,27 @@ class MemoryTarget:
     def save_position(self, position: MirrorPosition) -> None:
         self._steps.append(partial(self._positions.__setitem__, position.source, position))
 
-    def save_copy(self, copy: TableCopy) -> None:
+    def save_copy(self, copy: MirrorCopy) -> None:
         self._steps.append(partial(self._copies.__setitem__, (copy.lane, copy.name), copy))
 
-    def create(self, copy: TableCopy) -> None:
+    def create(self, copy: MirrorCopy) -> None:
         table = _Table(key_columns(copy.schema))
         self._steps.append(partial(self._tables.__setitem__, (copy.lane, copy.name), table))
 
-    def drop(self, copy: TableCopy) -> None:
+    def drop(self, copy: MirrorCopy) -> None:
         self._steps.append(partial(self._tables.pop, (copy.lane, copy.name), None))
         self._steps.append(partial(self._copies.pop, (copy.lane, copy.name), None))
 
-    def load(self, copy: TableCopy, rows: Sequence[SnapshotRow]) -> None:
+    def load(self, copy: MirrorCopy, rows: Sequence[SnapshotRow]) -> None:
         self._steps.append(partial(self._load, (copy.lane, copy.name), list(rows)))
 
-    def apply(self, copy: TableCopy, events: Sequence[Event]) -> None:
+    def apply(self, copy: MirrorCopy, events: Sequence[Event]) -> None:
         self._steps.append(partial(self._apply, (copy.lane, copy.name), list(events)))
 
-    def alter(self, copy: TableCopy, schema: TableSchema) -> None:
+    def alter(self, copy: MirrorCopy, schema: TableSchema) -> None:
         self._steps.append(partial(self._alter, (copy.lane, copy.name), schema))
 
-    def promote(self, copies: Sequence[TableCopy]) -> None:
+    def promote(self, copies: Sequence[MirrorCopy]) -> None:
         self._steps.append(partial(self._promote, list(copies)))
 
     # the steps
@@ -174,7 +174,7 @@ class MemoryTarget:
         for rows in table.rows.values():
             rows[:] = [{name: row.get(name) for name in names} for row in rows]
 
-    def _promote(self, copies: list[TableCopy]) -> None:
+    def _promote(self, copies: list[MirrorCopy]) -> None:
         for copy in copies:
             self._tables[Lane.LIVE, copy.name] = self._tables.pop((Lane.NEXT, copy.name))
             self._copies.pop((Lane.NEXT, copy.name), None)

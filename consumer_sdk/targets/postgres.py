@@ -7,120 +7,22 @@ Rows are replaced by DELETE and INSERT, so that readers of any snapshot see all 
 
 from __future__ import annotations
 
-import math
-import re
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 from zlib import crc32
 
-from consumer_sdk.errors import TargetError, UsageError
+import psycopg
+from psycopg import errors
+
+from consumer_sdk.errors import TargetError
 from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.sql_rows import DuplicateKey
 from consumer_sdk.targets.sql_target import SqlTarget
-from consumer_sdk.targets.target import CannotAlter, Lane, TableCopy
+from consumer_sdk.targets.stored_values import postgres_encoder
+from consumer_sdk.targets.target import CannotAlter, Lane, MirrorCopy
 from consumer_sdk.targets.target_url import display_url
-from consumer_sdk.wire.column_types import to_bytes
-from consumer_sdk.wire.jsonb import jsonb_text
 from consumer_sdk.wire.subjects import format_table_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from consumer_sdk.wire.column_types import Column
-
-FIRST_USER_OID: Final = 16384
-
-# Their values name things of the source: regproc to regcollation, and aclitem, which names roles.
-_NAMES_OF_THINGS: Final = frozenset(
-    {24, 1033, 2202, 2203, 2204, 2205, 2206, 3734, 3769, 4089, 4096, 4191}
-)
-
-# Where text tells values apart that PostgreSQL's = does not (1.0 and 1.00), or where there is no =.
-_COMPARED_AS_TEXT: Final = frozenset({"numeric", "interval", "json", "jsonb", "other"})
-_BOOLEANS: Final = {True: "true", False: "false"}
-_BARE_ELEMENT: Final = re.compile(r'[^\s{}",\\]+\Z')
-
-
-def encoder(column: Column) -> Callable[[Any, bool], Any] | None:
-    """What turns a value into text, None where it is text already."""
-    family = column.family
-    if family == "array":
-        return _array_encoder(column.element_family)
-    return _SCALARS.get(family)
-
-
-def names_things(column: Column) -> bool:
-    """Whether its values can be read only where everything exists that they name."""
-    return not _NAMES_OF_THINGS.isdisjoint((column.base_type_oid, column.element_oid))
-
-
-def is_compared_as_text(column: Column) -> bool:
-    """Whether two values of the column are the same only if they print the same."""
-    return (column.element_family or column.family) in _COMPARED_AS_TEXT
-
-
-def _bool(value: Any, raw: bool) -> str:  # noqa: ARG001
-    return _BOOLEANS[value]
-
-
-def _int(value: Any, raw: bool) -> str:  # noqa: ARG001
-    return str(value)
-
-
-def _float(value: Any, raw: bool) -> str:  # noqa: ARG001
-    number = float(value)
-    if math.isfinite(number):
-        return repr(number)
-    return "NaN" if math.isnan(number) else ("Infinity" if number > 0 else "-Infinity")
-
-
-def _bytes(value: Any, raw: bool) -> str:  # noqa: ARG001
-    return "\\x" + to_bytes(value).hex()
-
-
-def _json(value: Any, raw: bool) -> str:
-    return value if raw and isinstance(value, str) else jsonb_text(value)
-
-
-_SCALARS: Final[dict[str, Callable[[Any, bool], Any]]] = {
-    "bool": _bool,
-    "int": _int,
-    "float": _float,
-    "bytea": _bytes,
-    "json": _json,
-    "jsonb": _json,
-}
-
-
-def _array_encoder(family: str | None) -> Callable[[Any, bool], str]:
-    element = _SCALARS.get(family or "")
-
-    def literal(value: Any, raw: bool) -> str:
-        if value is None:
-            return "NULL"
-        if isinstance(value, list):
-            return "{" + ",".join(literal(item, raw) for item in value) + "}"
-        text = str(value) if element is None else element(value, raw)
-        # PostgreSQL quotes the same elements, so that equal arrays have equal text.
-        if _BARE_ELEMENT.match(text) and text.upper() != "NULL":
-            return text
-        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-    def encode(value: Any, raw: bool) -> str:
-        # An array with odd bounds has no list form and is PostgreSQL's text.
-        return value if isinstance(value, str) else literal(value, raw)
-
-    return encode
-
-
-try:
-    import psycopg
-    from psycopg import errors
-except ImportError as missing:
-    raise UsageError(
-        "mirroring into PostgreSQL needs psycopg: pip install 'psycopg[binary]'"
-    ) from missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,6 +31,13 @@ if TYPE_CHECKING:
     from consumer_sdk.targets.target import TargetState
     from consumer_sdk.wire.column_types import Column, TableSchema
 
+FIRST_USER_OID: Final = 16384
+# Their values name things of the source: regproc to regcollation, and aclitem, which names roles.
+_NAMES_OF_THINGS: Final = frozenset(
+    {24, 1033, 2202, 2203, 2204, 2205, 2206, 3734, 3769, 4089, 4096, 4191}
+)
+# Where text tells values apart that PostgreSQL's = does not (1.0 and 1.00), or where there is no =.
+_COMPARED_AS_TEXT: Final = frozenset({"numeric", "interval", "json", "jsonb", "other"})
 SESSION = (
     "-c client_encoding=UTF8 -c datestyle=ISO -c timezone=UTC -c intervalstyle=postgres "
     "-c extra_float_digits=1 -c bytea_output=hex"
@@ -179,14 +88,14 @@ class PostgresEngine:
         return quote(name)
 
     def encoder(self, column: Column) -> Callable[[Any, bool], Any] | None:
-        return encoder(column)
+        return postgres_encoder(column)
 
     def equals(self, column: Column) -> str:
         name = quote(column.name)
         if column.family == "jsonb":
             # Printed again, because an event may spell a number otherwise.
             return f"{name}::text = %s::jsonb::text"
-        if is_compared_as_text(column):
+        if _is_compared_as_text(column):
             return f"format('%%s', {name}) = %s"
         return f"{name} = %s"
 
@@ -247,13 +156,6 @@ class PostgresTarget(SqlTarget):
     def _engine(self) -> PostgresEngine:
         assert self._opened is not None, "the target is not open"
         return self._opened
-
-    @classmethod
-    def reading(cls, url: str, connection: psycopg.Connection[Any]) -> TargetState:
-        """The state as a reader's connection sees it."""
-        target = cls(url)
-        target._opened = PostgresEngine(target.name, connection)
-        return target.read_state()
 
     def rows(self, table: str, schema: str = "public") -> list[dict[str, Any]]:
         """The rows of a live table, as another connection sees them."""
@@ -336,7 +238,7 @@ class PostgresTarget(SqlTarget):
         with suppress(TargetError):
             self._engine.execute("ROLLBACK")
 
-    def alter(self, copy: TableCopy, schema: TableSchema) -> None:
+    def alter(self, copy: MirrorCopy, schema: TableSchema) -> None:
         self._writers.pop((copy.lane, copy.name), None)
         before = {column.name: column for column in copy.schema.columns}
         after = {column.name: column for column in schema.columns}
@@ -354,7 +256,7 @@ class PostgresTarget(SqlTarget):
         except TargetError as error:
             raise CannotAlter(str(error)) from error
 
-    def _physical(self, copy: TableCopy) -> str:
+    def _physical(self, copy: MirrorCopy) -> str:
         schema, table = copy.name
         if copy.lane is Lane.LIVE:
             return f"{quote(schema)}.{quote(table)}"
@@ -362,7 +264,7 @@ class PostgresTarget(SqlTarget):
         mark = f"{crc32(f'{schema}.{table}'.encode()):08x}"
         return f"tailrace.{quote(f'next_{mark}_{table[:30]}')}"
 
-    def _create_table(self, copy: TableCopy) -> None:
+    def _create_table(self, copy: MirrorCopy) -> None:
         self._refuse_foreign(copy)
         key = key_columns(copy.schema)
         columns = [self._definition(column) for column in copy.schema.columns]
@@ -372,14 +274,14 @@ class PostgresTarget(SqlTarget):
         if not key:
             self._index_columns(copy)
 
-    def _index_columns(self, copy: TableCopy) -> None:
+    def _index_columns(self, copy: MirrorCopy) -> None:
         """Without a key, rows are found by their values: help with some of them."""
         small = [column.name for column in copy.schema.columns if column.family in _INDEXABLE]
         if copy.schema.replica_identity == "full" and small:
             listed = ", ".join(map(quote, small[:_INDEXED_COLUMNS]))
             self._engine.execute(f"CREATE INDEX ON {self._physical(copy)} ({listed})")
 
-    def _refuse_foreign(self, copy: TableCopy) -> None:
+    def _refuse_foreign(self, copy: MirrorCopy) -> None:
         found = self._engine.query(
             "SELECT c.relname FROM pg_catalog.pg_class c "
             "JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "
@@ -392,7 +294,7 @@ class PostgresTarget(SqlTarget):
                 "not make; drop or rename it, or choose another database"
             )
 
-    def _show(self, copy: TableCopy) -> None:
+    def _show(self, copy: MirrorCopy) -> None:
         schema, table = copy.name
         live = f"{quote(schema)}.{quote(table)}"
         coming = self._physical(copy)
@@ -409,12 +311,12 @@ class PostgresTarget(SqlTarget):
         self._engine.execute(f"ALTER TABLE {coming} SET SCHEMA {quote(schema)}")
         self._engine.execute(f"ALTER TABLE {quote(schema)}.{name} RENAME TO {quote(table)}")
 
-    def _same_columns(self, copy: TableCopy) -> bool:
+    def _same_columns(self, copy: MirrorCopy) -> bool:
         """Whether there is a live table with the columns and key of the next copy."""
         live = replace(copy, lane=Lane.LIVE)
         return self._structure(live) == self._structure(copy) != []
 
-    def _structure(self, copy: TableCopy) -> list[tuple[Any, ...]]:
+    def _structure(self, copy: MirrorCopy) -> list[tuple[Any, ...]]:
         name = self._physical(copy).replace("%%", "%")
         return self._engine.query(
             "SELECT a.attname, a.atttypid, a.atttypmod, EXISTS (SELECT FROM pg_catalog.pg_index i "
@@ -436,7 +338,7 @@ class PostgresTarget(SqlTarget):
         return known
 
     def _find_type(self, column: Column) -> str:
-        if names_things(column):
+        if _names_things(column):
             return "text[]" if column.family == "array" else "text"
         if self._engine.query("SELECT to_regtype(%s) IS NOT NULL", (column.data_type,))[0][0]:
             return column.data_type.replace("%", "%%")
@@ -447,3 +349,20 @@ class PostgresTarget(SqlTarget):
                 )
                 return str(found[0][0]) + suffix
         return "text[]" if column.family == "array" else "text"
+
+
+def _names_things(column: Column) -> bool:
+    """Whether its values can be read only where everything exists that they name."""
+    return not _NAMES_OF_THINGS.isdisjoint((column.base_type_oid, column.element_oid))
+
+
+def _is_compared_as_text(column: Column) -> bool:
+    """Whether two values of the column are the same only if they print the same."""
+    return (column.element_family or column.family) in _COMPARED_AS_TEXT
+
+
+def read_postgres_state(url: str, connection: psycopg.Connection[Any]) -> TargetState:
+    """What a mirror remembers, as a reader's connection sees it."""
+    target = PostgresTarget(url)
+    target._opened = PostgresEngine(target.name, connection)
+    return target.read_state()

@@ -81,7 +81,7 @@ class Engine(Protocol):
     placeholder: str
 
 
-class RowWriter:
+class SqlRowWriter:
     """Writes the rows of one table."""
 
     def __init__(self, engine: Engine, table: str, schema: TableSchema) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import TargetError
-from consumer_sdk.targets.sql_rows import DuplicateKey, RowWriter
-from consumer_sdk.targets.target import Lane, MirrorPosition, TableCopy, TableName, TargetState
+from consumer_sdk.targets.sql_rows import DuplicateKey, SqlRowWriter
+from consumer_sdk.targets.target import Lane, MirrorCopy, MirrorPosition, TableName, TargetState
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -36,7 +36,7 @@ class SqlTarget(ABC):
     """A column type that holds any LSN."""
 
     def __init__(self) -> None:
-        self._writers: dict[tuple[Lane, TableName], RowWriter] = {}
+        self._writers: dict[tuple[Lane, TableName], SqlRowWriter] = {}
         self._has_state = False
         """Whether the target is a mirror already; until the first commit it may be anything."""
 
@@ -45,7 +45,7 @@ class SqlTarget(ABC):
     def _engine(self) -> Engine: ...
 
     @abstractmethod
-    def _physical(self, copy: TableCopy) -> str:
+    def _physical(self, copy: MirrorCopy) -> str:
         """The quoted name of a copy's table."""
 
     @abstractmethod
@@ -53,15 +53,15 @@ class SqlTarget(ABC):
         """Whether there are tables of a mirror."""
 
     @abstractmethod
-    def _refuse_foreign(self, copy: TableCopy) -> None:
+    def _refuse_foreign(self, copy: MirrorCopy) -> None:
         """TargetError if a copy's place is taken by a table that no mirror has made."""
 
     @abstractmethod
-    def _create_table(self, copy: TableCopy) -> None:
+    def _create_table(self, copy: MirrorCopy) -> None:
         """Make a copy's table."""
 
     @abstractmethod
-    def _show(self, copy: TableCopy) -> None:
+    def _show(self, copy: MirrorCopy) -> None:
         """Put the next copy's table in the place of the live one."""
 
     def _create_state(self) -> None:
@@ -90,7 +90,7 @@ class SqlTarget(ABC):
             state.copies.append(_read_copy(row))
         return state
 
-    def require_room(self, copies: Sequence[TableCopy]) -> None:
+    def require_room(self, copies: Sequence[MirrorCopy]) -> None:
         """Refuse, before anything is changed, if a table of somebody else stands in the way."""
         for copy in copies:
             self._refuse_foreign(copy)
@@ -111,7 +111,7 @@ class SqlTarget(ABC):
             ),
         )
 
-    def save_copy(self, copy: TableCopy) -> None:
+    def save_copy(self, copy: MirrorCopy) -> None:
         """Remember a copy in place of an earlier one of the same table and lane."""
         self._put(
             self.copies_table,
@@ -150,18 +150,18 @@ class SqlTarget(ABC):
         )
         self._writers.pop((lane, name), None)
 
-    def create(self, copy: TableCopy) -> None:
+    def create(self, copy: MirrorCopy) -> None:
         """Make an empty next copy in place of an earlier one, without remembering it."""
         self._engine.execute(f"DROP TABLE IF EXISTS {self._physical(copy)}")
         self._writers.pop((copy.lane, copy.name), None)
         self._create_table(copy)
 
-    def drop(self, copy: TableCopy) -> None:
+    def drop(self, copy: MirrorCopy) -> None:
         """Remove a copy and forget it."""
         self._engine.execute(f"DROP TABLE IF EXISTS {self._physical(copy)}")
         self._forget(copy.name, copy.lane)
 
-    def load(self, copy: TableCopy, rows: Sequence[SnapshotRow]) -> None:
+    def load(self, copy: MirrorCopy, rows: Sequence[SnapshotRow]) -> None:
         """Add rows of the snapshot to a next copy."""
         try:
             self._writer(copy).load(rows)
@@ -170,11 +170,11 @@ class SqlTarget(ABC):
                 f"the snapshot of {format_table_name(*copy.name)} holds a key twice"
             ) from error
 
-    def apply(self, copy: TableCopy, events: Sequence[Event]) -> None:
+    def apply(self, copy: MirrorCopy, events: Sequence[Event]) -> None:
         """Make row changes and truncates of one table, in order."""
         self._writer(copy).apply(events)
 
-    def promote(self, copies: Sequence[TableCopy]) -> None:
+    def promote(self, copies: Sequence[MirrorCopy]) -> None:
         """Let next copies take the place of the live ones."""
         for copy in copies:
             self._writer(copy).finish()
@@ -190,18 +190,18 @@ class SqlTarget(ABC):
     def _forget_writers(self) -> None:
         self._writers.clear()
 
-    def _writer(self, copy: TableCopy) -> RowWriter:
+    def _writer(self, copy: MirrorCopy) -> SqlRowWriter:
         writer = self._writers.get((copy.lane, copy.name))
         if writer is None or writer.schema_version != copy.schema.schema_version:
-            writer = RowWriter(self._engine, self._physical(copy), copy.schema)
+            writer = SqlRowWriter(self._engine, self._physical(copy), copy.schema)
             self._writers[copy.lane, copy.name] = writer
         return writer
 
 
-def _read_copy(row: tuple[Any, ...]) -> TableCopy:
+def _read_copy(row: tuple[Any, ...]) -> MirrorCopy:
     lane, epoch, snapshot_id, snapshot_lsn, loaded = row[2:7]
     applied_lsn, stream_seq, stream_created, relation_id, document = row[7:]
-    return TableCopy(
+    return MirrorCopy(
         schema=TableSchema.from_document(json.loads(document)),
         lane=Lane(lane),
         epoch=int(epoch),

@@ -6,7 +6,6 @@ stand `_tailrace_positions` and `_tailrace_copies`.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sqlite3
@@ -19,10 +18,8 @@ from consumer_sdk.errors import TargetError
 from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.sql_rows import DuplicateKey
 from consumer_sdk.targets.sql_target import SqlTarget
-from consumer_sdk.targets.target import CannotAlter, Lane, TableCopy
-from consumer_sdk.wire.column_types import to_bytes
-from consumer_sdk.wire.envelope import to_json_value
-from consumer_sdk.wire.jsonb import jsonb_text
+from consumer_sdk.targets.stored_values import sqlite_encoder
+from consumer_sdk.targets.target import CannotAlter, Lane, MirrorCopy
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
@@ -31,57 +28,6 @@ if TYPE_CHECKING:
     from consumer_sdk.targets.canonical import Spelling
     from consumer_sdk.targets.target import TableName, TargetState
     from consumer_sdk.wire.column_types import Column, TableSchema
-
-_TYPES = {"bool": "INTEGER", "int": "INTEGER", "float": "REAL", "bytea": "BLOB"}
-
-
-def column_type(column: Column) -> str:
-    """The declared type; it decides how SQLite stores values."""
-    return _TYPES.get(column.family, "TEXT")
-
-
-def encoder(column: Column) -> Callable[[Any, bool], Any] | None:
-    """What turns a value into its stored form, None where they are the same."""
-    family = column.family
-    if family == "float":
-        return _float
-    if family == "bytea":
-        return _bytes
-    if family in ("json", "jsonb"):
-        return _json
-    if family == "array":
-        return _array
-    return None
-
-
-def _float(value: Any, raw: bool) -> Any:  # noqa: ARG001
-    number = float(value)
-    return number if number == number else "NaN"
-
-
-def _bytes(value: Any, raw: bool) -> bytes:  # noqa: ARG001
-    return to_bytes(value)
-
-
-def _json(value: Any, raw: bool) -> str:
-    return value if raw and isinstance(value, str) else jsonb_text(value)
-
-
-def _array(value: Any, raw: bool) -> str:  # noqa: ARG001
-    # An array with odd bounds has no list form and is PostgreSQL's text.
-    return value if isinstance(value, str) else _list_text(value)
-
-
-def _list_text(value: list[Any]) -> str:
-    return json.dumps(_with_hex(value), ensure_ascii=False, separators=(", ", ": "))
-
-
-def _with_hex(value: Any) -> Any:
-    """bytea inside of arrays as PostgreSQL prints it."""
-    if isinstance(value, bytes):
-        return "\\x" + value.hex()
-    return [_with_hex(item) for item in value] if isinstance(value, list) else to_json_value(value)
-
 
 if sys.platform == "win32":
     import msvcrt
@@ -143,6 +89,8 @@ class FileLock:
 
 
 BUSY_SECONDS = 30.0
+# The declared type decides how SQLite stores a value; the type of all others is TEXT.
+_TYPES = {"bool": "INTEGER", "int": "INTEGER", "float": "REAL", "bytea": "BLOB"}
 # By the primary result code, https://www.sqlite.org/rescode.html
 _REMEDIES = {
     sqlite3.SQLITE_NOTADB: "; choose another file",
@@ -196,7 +144,7 @@ class SqliteEngine:
         return quote(name)
 
     def encoder(self, column: Column) -> Callable[[Any, bool], Any] | None:
-        return encoder(column)
+        return sqlite_encoder(column)
 
     def equals(self, column: Column) -> str:
         return f"{quote(column.name)} = ?"
@@ -259,13 +207,6 @@ class SqliteTarget(SqlTarget):
     def _engine(self) -> SqliteEngine:
         assert self._opened is not None, "the target is not open"
         return self._opened
-
-    @classmethod
-    def reading(cls, path: Path, connection: sqlite3.Connection) -> TargetState:
-        """The state as a reader's connection sees it."""
-        target = cls(path)
-        target._opened = SqliteEngine(path, connection)
-        return target.read_state()
 
     def rows(self, table: str, schema: str = "public") -> list[dict[str, Any]]:
         """The rows of a live table, as another connection sees them."""
@@ -365,7 +306,7 @@ class SqliteTarget(SqlTarget):
         if self._connection.in_transaction:
             self._engine.execute("ROLLBACK")
 
-    def alter(self, copy: TableCopy, schema: TableSchema) -> None:
+    def alter(self, copy: MirrorCopy, schema: TableSchema) -> None:
         self._writers.pop((copy.lane, copy.name), None)
         before = {column.name for column in copy.schema.columns}
         after = {column.name: column for column in schema.columns}
@@ -382,11 +323,11 @@ class SqliteTarget(SqlTarget):
         except TargetError as error:
             raise CannotAlter(str(error)) from error
 
-    def _physical(self, copy: TableCopy) -> str:
+    def _physical(self, copy: MirrorCopy) -> str:
         name = table_name(*copy.name)
         return quote(name if copy.lane is Lane.LIVE else f"_tailrace_next:{name}")
 
-    def _create_table(self, copy: TableCopy) -> None:
+    def _create_table(self, copy: MirrorCopy) -> None:
         self._refuse_foreign(copy)
         if not copy.schema.columns:
             raise TargetError(
@@ -401,7 +342,7 @@ class SqliteTarget(SqlTarget):
         if not key:
             self._index_columns(copy)
 
-    def _index_columns(self, copy: TableCopy) -> None:
+    def _index_columns(self, copy: MirrorCopy) -> None:
         """Without a key, rows are found by their values: help with some of them."""
         small = [c.name for c in copy.schema.columns if c.family not in _LARGE]
         if small and copy.schema.replica_identity == "full":
@@ -418,7 +359,7 @@ class SqliteTarget(SqlTarget):
             )
         )
 
-    def require_room(self, copies: Sequence[TableCopy]) -> None:
+    def require_room(self, copies: Sequence[MirrorCopy]) -> None:
         """Refuse also tables that would have one name in the file, where case does not count."""
         super().require_room(copies)
         names: dict[bytes, TableName] = {}
@@ -433,7 +374,7 @@ class SqliteTarget(SqlTarget):
                     "the case; mirror one of them into another file"
                 )
 
-    def _refuse_foreign(self, copy: TableCopy) -> None:
+    def _refuse_foreign(self, copy: MirrorCopy) -> None:
         name = table_name(*copy.name)
         found = self._engine.query(
             "SELECT name FROM sqlite_master "
@@ -447,7 +388,7 @@ class SqliteTarget(SqlTarget):
                 f"make for {format_table_name(*copy.name)}; drop it or choose another file"
             )
 
-    def _show(self, copy: TableCopy) -> None:
+    def _show(self, copy: MirrorCopy) -> None:
         live = table_name(*copy.name)
         indexes = self._engine.query(
             "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND tbl_name = ? "
@@ -463,4 +404,11 @@ class SqliteTarget(SqlTarget):
 
 
 def _definition(column: Column) -> str:
-    return f"{quote(column.name)} {column_type(column)}"
+    return f"{quote(column.name)} {_TYPES.get(column.family, 'TEXT')}"
+
+
+def read_sqlite_state(path: Path, connection: sqlite3.Connection) -> TargetState:
+    """What a mirror remembers, as a reader's connection sees it."""
+    target = SqliteTarget(path)
+    target._opened = SqliteEngine(path, connection)
+    return target.read_state()

@@ -45,7 +45,7 @@ class MirrorPosition:
 
 
 @dataclass(frozen=True, slots=True)
-class TableCopy:
+class MirrorCopy:
     """One copy of a table in the target.
 
     A next copy holds the snapshot taken at `snapshot_lsn` of `epoch` and every transaction from
@@ -87,9 +87,9 @@ class TargetState:
     """What a target remembers."""
 
     positions: dict[str, MirrorPosition] = field(default_factory=dict)
-    copies: list[TableCopy] = field(default_factory=list)
+    copies: list[MirrorCopy] = field(default_factory=list)
 
-    def lane(self, lane: Lane) -> dict[TableName, TableCopy]:
+    def lane(self, lane: Lane) -> dict[TableName, MirrorCopy]:
         """The copies of one lane by table."""
         return {copy.name: copy for copy in self.copies if copy.lane is lane}
 
@@ -126,7 +126,7 @@ class Target(Protocol):
         """Positions and copies as saved."""
         ...
 
-    def require_room(self, copies: Sequence[TableCopy]) -> None:
+    def require_room(self, copies: Sequence[MirrorCopy]) -> None:
         """Refuse, before anything is changed, if a table of somebody else stands in the way."""
         ...
 
@@ -140,23 +140,23 @@ class Target(Protocol):
         """Remember the position of its source in place of an earlier one."""
         ...
 
-    def save_copy(self, copy: TableCopy) -> None:
+    def save_copy(self, copy: MirrorCopy) -> None:
         """Remember a copy in place of an earlier one of the same table and lane."""
         ...
 
-    def create(self, copy: TableCopy) -> None:
+    def create(self, copy: MirrorCopy) -> None:
         """Make an empty next copy in place of an earlier one, without remembering it."""
         ...
 
-    def drop(self, copy: TableCopy) -> None:
+    def drop(self, copy: MirrorCopy) -> None:
         """Remove a copy and forget it."""
         ...
 
-    def load(self, copy: TableCopy, rows: Sequence[SnapshotRow]) -> None:
+    def load(self, copy: MirrorCopy, rows: Sequence[SnapshotRow]) -> None:
         """Add rows of the snapshot to a next copy."""
         ...
 
-    def apply(self, copy: TableCopy, events: Sequence[Event]) -> None:
+    def apply(self, copy: MirrorCopy, events: Sequence[Event]) -> None:
         """Make row changes and truncates of one table, in order.
 
         An UPDATE sets only the columns in `data`. A change that finds no row, or more than it
@@ -164,14 +164,14 @@ class Target(Protocol):
         """
         ...
 
-    def alter(self, copy: TableCopy, schema: TableSchema) -> None:
+    def alter(self, copy: MirrorCopy, schema: TableSchema) -> None:
         """Give a copy another structure, rows kept: added columns are null, dropped ones gone.
 
         Raises CannotAlter where that is not possible; the copy is then built anew.
         """
         ...
 
-    def promote(self, copies: Sequence[TableCopy]) -> None:
+    def promote(self, copies: Sequence[MirrorCopy]) -> None:
         """Let next copies take the place of the live ones, all together, and remember them so."""
         ...
 

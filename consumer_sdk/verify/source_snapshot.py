@@ -6,6 +6,8 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
+from psycopg.pq import ExecStatus
+
 from consumer_sdk.errors import NotAvailable, UsageError
 from consumer_sdk.verify.table_side import PostgresSide, connect_postgres, rollback_quietly
 from consumer_sdk.wire.lsn import parse_lsn
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from consumer_sdk.verify.table_side import TableLayout
 
-PATIENCE_SECONDS = 2.0
+WAIT_NOTICE_SECONDS = 2.0
 
 
 class SourceSnapshot:
@@ -132,7 +134,7 @@ class _Alarm:
         self._timers = [threading.Timer(timeout, connection.cancel)]
         if on_wait is not None:
             text = "waiting for write transactions that are open in the source"
-            self._timers.append(threading.Timer(PATIENCE_SECONDS, on_wait, [text]))
+            self._timers.append(threading.Timer(WAIT_NOTICE_SECONDS, on_wait, [text]))
 
     def __enter__(self) -> None:
         for timer in self._timers:
@@ -146,8 +148,6 @@ class _Alarm:
 
 def _command(connection: psycopg.Connection[Any], command: bytes, what: str) -> list[str]:
     """One command of the replication protocol, which knows only simple queries."""
-    from psycopg.pq import ExecStatus
-
     result = connection.pgconn.exec_(command)
     if result.status != ExecStatus.TUPLES_OK:
         reason = (result.error_message or b"").decode("utf-8", "replace").partition("\n")[0]

@@ -8,17 +8,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
 from consumer_sdk.errors import NotAvailable, TargetError, UsageError
 from consumer_sdk.targets.canonical import Spelling, to_sqlite
 from consumer_sdk.targets.evolution import key_columns
-from consumer_sdk.targets.sqlite import SqliteTarget, quote, table_name
+from consumer_sdk.targets.postgres import (
+    CONNECT_SECONDS,
+    SESSION,
+    printed,
+    read_postgres_state,
+)
+from consumer_sdk.targets.sqlite import quote, read_sqlite_state, table_name
 from consumer_sdk.targets.target_url import display_url, split_url
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import psycopg
 
     from consumer_sdk.targets.target import TargetState
     from consumer_sdk.wire.column_types import TableSchema
@@ -82,8 +89,6 @@ class PostgresSide:
         self._connection = connection
         self._layout = layout
         schema = layout.schema
-        from consumer_sdk.targets.postgres import printed
-
         columns = ", ".join(printed(f"t.{quote(name)}") for name in layout.names)
         table = f"{'ONLY ' if only else ''}{quote(schema.schema)}.{quote(schema.table)}"
         self._select = f"SELECT {columns} FROM {table} AS t"
@@ -223,17 +228,15 @@ class Replica:
             )
             self._sqlite = connection
             connection.execute("BEGIN")
-            return SqliteTarget.reading(path, connection)
+            return read_sqlite_state(path, connection)
         except sqlite3.Error as error:
             raise TargetError(f"SQLite file {path} is not a replica: {error}") from error
 
     def _open_postgres(self) -> TargetState:
-        from consumer_sdk.targets.postgres import PostgresTarget
-
         connection = connect_postgres(self._path, self.name)
         self._postgres = connection
         connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        return PostgresTarget.reading(self._path, connection)
+        return read_postgres_state(self._path, connection)
 
 
 def require_conninfo(dsn: str) -> None:
@@ -241,11 +244,6 @@ def require_conninfo(dsn: str) -> None:
 
     An empty one would lead to whatever database happens to be the default.
     """
-    # Says what to install if psycopg is not there.
-    import consumer_sdk.targets.postgres  # noqa: F401, isort: skip
-    import psycopg
-    from psycopg.conninfo import conninfo_to_dict
-
     try:
         usable = bool(dsn.strip()) and bool(conninfo_to_dict(dsn))
     except psycopg.Error:
@@ -259,10 +257,6 @@ def require_conninfo(dsn: str) -> None:
 
 def connect_postgres(dsn: str, name: str, **options: Any) -> psycopg.Connection[Any]:
     """A session that prints values as the contract says."""
-    # Says what to install if psycopg is not there.
-    from consumer_sdk.targets.postgres import CONNECT_SECONDS, SESSION  # isort: skip
-    import psycopg
-
     try:
         return psycopg.connect(
             dsn, autocommit=True, connect_timeout=CONNECT_SECONDS, options=SESSION, **options
@@ -275,8 +269,6 @@ def connect_postgres(dsn: str, name: str, **options: Any) -> psycopg.Connection[
 @contextmanager
 def errors_told(table: str) -> Iterator[None]:
     """NotAvailable for whatever keeps a side from being read; a difference is something else."""
-    import psycopg
-
     try:
         yield
     except (psycopg.Error, sqlite3.Error) as error:
@@ -286,7 +278,5 @@ def errors_told(table: str) -> Iterator[None]:
 
 def rollback_quietly(connection: psycopg.Connection[Any]) -> None:
     """End a transaction whose outcome does not matter."""
-    import psycopg
-
     with suppress(psycopg.Error):
         connection.execute("ROLLBACK")

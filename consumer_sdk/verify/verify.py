@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from consumer_sdk.client import Client
     from consumer_sdk.reading.schemas import TableName as TableSpelling
-    from consumer_sdk.targets.target import MirrorPosition, TableCopy, TableName, TargetState
+    from consumer_sdk.targets.target import MirrorCopy, MirrorPosition, TableName, TargetState
     from consumer_sdk.verify.table_side import Side
 
 POLL_SECONDS = 0.2
@@ -97,7 +97,7 @@ async def verify(
         await asyncio.to_thread(reader.close)
 
 
-def _live(state: TargetState, name: TableName, replica: str) -> tuple[TableCopy, MirrorPosition]:
+def _live(state: TargetState, name: TableName, replica: str) -> tuple[MirrorCopy, MirrorPosition]:
     copy = state.lane(Lane.LIVE).get(name)
     position = state.positions.get(copy.source) if copy is not None else None
     if copy is None or copy.retired or position is None:
@@ -115,7 +115,7 @@ class _Comparison:
         client: Client,
         snapshot: SourceSnapshot,
         replica: Replica,
-        copy: TableCopy,
+        copy: MirrorCopy,
         position: MirrorPosition,
         log_end: int,
     ) -> None:

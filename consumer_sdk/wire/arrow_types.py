@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import Family
 
 LARGEST_DECIMAL_DIGITS: Final = 38
+DECIMAL: Final = "decimal128"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,5 +89,5 @@ def _decimal(type_modifier: int, widen: bool) -> ArrowType:
         precision = max(precision, scale) if scale >= 0 else precision - scale
         scale = max(scale, 0)
     if 0 < precision <= LARGEST_DECIMAL_DIGITS and 0 <= scale <= precision:
-        return ArrowType("decimal128", (precision, scale))
+        return ArrowType(DECIMAL, (precision, scale))
     return TEXT

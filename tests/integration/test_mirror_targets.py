@@ -17,7 +17,7 @@ from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.writer import Writer
 from consumer_sdk.targets.postgres import PostgresTarget
 from consumer_sdk.targets.sqlite import SqliteTarget
-from consumer_sdk.targets.target import Lane, MirrorPosition, TableCopy
+from consumer_sdk.targets.target import Lane, MirrorCopy, MirrorPosition
 from consumer_sdk.wire.oids import FLOAT8, INT4, NUMERIC
 from tests.mirror_model import (
     CREATED,
@@ -438,9 +438,9 @@ def test_sqlite_keeps_tables_apart_that_would_have_one_name(
         bench.writer.close()
     writer = Writer(target)
     writer.open()
-    planned = [TableCopy(schema, Lane.NEXT) for schema in schemas]
+    planned = [MirrorCopy(schema, Lane.NEXT) for schema in schemas]
     with pytest.raises(TargetError, match=r"SQLite file .*(no room for both|already has)"):
         writer.expect(planned if together else planned[1:])
     # Case is a matter of ASCII there.
-    writer.expect([TableCopy(table_schema(name), Lane.NEXT) for name in ("é", "É")])
+    writer.expect([MirrorCopy(table_schema(name), Lane.NEXT) for name in ("é", "É")])
     writer.close()

@@ -9,7 +9,7 @@ from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairNeeded
+from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Save
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.reading.decoder import Stored
 from consumer_sdk.targets.target import TargetState
@@ -124,7 +124,7 @@ def note(found: dict[Any, Any], action: Any) -> None:
         case Promote(copies):
             for copy in copies:
                 found.setdefault(copy.name, []).append("shown")
-        case Commit(positions, _):
+        case Save(positions, _):
             found["positions"].update({p.source: p for p in positions})
 
 

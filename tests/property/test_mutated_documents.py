@@ -20,7 +20,7 @@ from bridge.schemas.coverage_watch import load_coverage
 from bridge.schemas.store import read_document
 from bridge.snapshot.coordinator.records import Records
 from consumer_sdk.commands import schemas, tail
-from consumer_sdk.commands.files import open_writer
+from consumer_sdk.commands.files import open_row_file
 from consumer_sdk.commands.terminal import Paint
 from consumer_sdk.errors import CdcError
 from consumer_sdk.mirror.decisions import Alter, Apply, RepairNeeded
@@ -34,7 +34,7 @@ from consumer_sdk.reading.transactions import TransactionBuilder
 from consumer_sdk.snapshot.chunks import ChunkReader
 from consumer_sdk.snapshot.snapshot import Snapshot, decode_meta
 from consumer_sdk.targets.sqlite import SqliteTarget
-from consumer_sdk.targets.target import Lane, MirrorPosition, SnapshotRow, TableCopy
+from consumer_sdk.targets.target import Lane, MirrorCopy, MirrorPosition, SnapshotRow
 from consumer_sdk.verify.fold import Fold
 from consumer_sdk.verify.table_side import TableLayout
 from consumer_sdk.wire import Subjects
@@ -103,7 +103,7 @@ class Replica:
     def __init__(self, directory: Path) -> None:
         self.target = SqliteTarget(directory / "replica.db")
         self.target.open()
-        self.copy = TableCopy(
+        self.copy = MirrorCopy(
             USERS, Lane.NEXT, epoch=100, snapshot_id="s", snapshot_lsn=50, loaded=True,
             applied_lsn=50, stream_seq=1, stream_created=1, relation_id=7,
         )  # fmt: skip
@@ -128,7 +128,7 @@ class Replica:
             self.target.rollback()
 
     def load(self, schema: TableSchema, rows: list[SnapshotRow]) -> None:
-        copy = TableCopy(schema, Lane.NEXT)
+        copy = MirrorCopy(schema, Lane.NEXT)
         self.target.begin()
         try:
             self.target.require_room([copy])
@@ -272,7 +272,7 @@ def test_a_snapshot_may_be_spoilt_anywhere(as_json: bool, replica: Replica, tmp_
     spark = ChunkDecoder(define(USERS, "text"), USERS, "text")
 
     def write(name: str, meta: Any, chunks: list[Any]) -> None:
-        writer = open_writer(name)
+        writer = open_row_file(name)
         try:
             writer.begin([Column.from_document(one) for one in meta.columns])
             for one in chunks:

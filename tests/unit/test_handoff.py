@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replace_event
 
-from consumer_sdk.mirror.decisions import Alter, Apply, Commit, Promote, RepairNeeded
+from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Save
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.writer import Writer
 from consumer_sdk.reading.decoder import Stored
 from consumer_sdk.targets.memory import MemoryTarget
-from consumer_sdk.targets.target import Lane, MirrorPosition, TableCopy, TargetState
+from consumer_sdk.targets.target import Lane, MirrorCopy, MirrorPosition, TargetState
 from tests.mirror_model import (
     CREATED,
     ModelSource,
@@ -107,7 +107,7 @@ def test_the_first_end_closes_a_transaction_and_later_ends_change_nothing() -> N
     only_a = [i for i in bench.stream.since(bench.seen + 1) if i.event.table == "a"]
     assert [item.event.operation for item in only_a] == ["INSERT", "COMMIT"]
     commit = bench.machine.advance(bench.stream.since(bench.seen + 1))[-1]
-    assert isinstance(commit, Commit)
+    assert isinstance(commit, Save)
     assert commit.positions[0].commit_lsn == lsn
     assert commit.positions[0].stream_seq >= first_end.stream_seq
     assert bench.machine.advance([only_a[-1]]) == []
@@ -220,7 +220,7 @@ def test_knowing_that_the_log_is_past_the_snapshot_is_enough_to_show_it() -> Non
     machine = HandOff(writer.read_state(), CREATED)
     assert machine.waiting_for == {"slot": (1, 5000)}
     assert "Promote" not in kinds(machine.passed("slot", 4999, 3))
-    assert kinds(machine.passed("slot", 5000, 3)) == ["Promote", "Commit"]
+    assert kinds(machine.passed("slot", 5000, 3)) == ["Promote", "Save"]
     assert machine.waiting_for == {}
 
 
@@ -262,7 +262,7 @@ def test_a_wider_schema_is_applied_in_its_place_between_changes() -> None:
     bench.source.insert(A, {**row(2), "more": "x"})
     bench.source.commit()
     actions = bench.follow()
-    assert kinds(actions) == ["Apply", "Alter", "Apply", "Commit"]
+    assert kinds(actions) == ["Apply", "Alter", "Apply", "Save"]
     assert isinstance(actions[1], Alter)
     assert actions[1].schema == wider
     assert bench.shown(A) == normalized([{**row(1), "more": None}, {**row(2), "more": "x"}])
@@ -357,8 +357,8 @@ def test_unknown_tables_are_discovered_only_when_asked_for() -> None:
 
 def test_copies_of_different_epochs_are_not_shown_together() -> None:
     position = MirrorPosition("slot", 1, 100, 0, 10, CREATED)
-    live = TableCopy(table_schema("a"), Lane.LIVE, epoch=1, loaded=True)
-    coming = TableCopy(table_schema("b"), Lane.NEXT, epoch=2, loaded=True, snapshot_lsn=50)
+    live = MirrorCopy(table_schema("a"), Lane.LIVE, epoch=1, loaded=True)
+    coming = MirrorCopy(table_schema("b"), Lane.NEXT, epoch=2, loaded=True, snapshot_lsn=50)
     with pytest.raises(RepairNeeded, match="new epoch 2") as broken:
         HandOff(TargetState({"slot": position}, [live, coming]), CREATED)
     assert broken.value.tables == {A}
@@ -374,10 +374,10 @@ def test_promotion_and_position_belong_to_one_commit() -> None:
     lsn = bench.source.commit()
     machine = HandOff(bench.writer.read_state(), CREATED)
     actions = machine.advance(bench.stream.since(machine.start_sequence))
-    assert kinds(actions) == ["Promote", "Apply", "Commit"]
+    assert kinds(actions) == ["Promote", "Apply", "Save"]
     promote, _, commit = actions
     assert isinstance(promote, Promote)
-    assert isinstance(commit, Commit)
+    assert isinstance(commit, Save)
     assert {copy.name for copy in promote.copies} == {A, B}
     assert [position.commit_lsn for position in commit.positions] == [lsn]
 
@@ -428,7 +428,7 @@ def test_a_table_that_another_source_publishes_is_announced_once() -> None:
     other.commit()
     with pytest.raises(RepairNeeded, match="source other publishes it now"):
         bench.follow()
-    planned = TableCopy(other.schemas[A], Lane.NEXT)
+    planned = MirrorCopy(other.schemas[A], Lane.NEXT)
     bench.writer.expect([planned])
     bench.restart()
     assert bench.machine.tables() == [B]

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from consumer_sdk.errors import CorruptData
-from consumer_sdk.targets import postgres as postgres_values
-from consumer_sdk.targets import sqlite as sqlite_values
 from consumer_sdk.targets.canonical import Spelling
+from consumer_sdk.targets.stored_values import postgres_encoder, sqlite_encoder
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.errors import MISFITS
 from tests.mirror_model import column
@@ -65,10 +64,10 @@ def test_printed_carried_and_stored_values_are_spelt_alike(
     spelling = Spelling(it)
     expected = spelling.from_text(printed)
     assert spelling.from_wire(carried, raw) == expected
-    encode = sqlite_values.encoder(it)
+    encode = sqlite_encoder(it)
     stored = carried if encode is None else encode(carried, raw)
     assert spelling.from_sqlite(int(stored) if isinstance(stored, bool) else stored) == expected
-    encode = postgres_values.encoder(it)
+    encode = postgres_encoder(it)
     assert spelling.from_text(str(carried) if encode is None else encode(carried, raw)) == expected
 
 
@@ -105,7 +104,7 @@ def test_null_stays_null() -> None:
 
 @pytest.mark.parametrize("value", ["false", "", None, [], {}, 2, b"\x00"])
 def test_only_a_boolean_is_written_as_one(value: Any) -> None:
-    encode = postgres_values.encoder(column("flag", 1, oids.BOOL))
+    encode = postgres_encoder(column("flag", 1, oids.BOOL))
     assert encode is not None
     assert (encode(True, False), encode(False, False)) == ("true", "false")
     with pytest.raises(MISFITS):
