@@ -220,9 +220,10 @@ class _Attempt:
         from py4j.protocol import Py4JError
 
         from spark_consumer.job.job import JobSettings, SparkJob
-        from spark_consumer.job.table_setup import find_schemas, look_at_places
+        from spark_consumer.job.table_setup import find_schemas, require_places
         from spark_consumer.lake.directory import sole_job
         from spark_consumer.lake.embedded import EmbeddedDeltaLake
+        from spark_consumer.lake.table_definition import TableOptions
         from spark_consumer.runtime.logs import start_logging
         from spark_consumer.runtime.nats_thread import NatsThread
         from spark_consumer.runtime.session import open_session
@@ -244,13 +245,11 @@ class _Attempt:
         with NatsThread(nats_settings) as nats:
             # Bad settings show in a second, not after Spark has started.
             schemas = nats.run(lambda client: find_schemas(client, tables))
-        look_at_places(
-            EmbeddedDeltaLake(lake),
-            schemas,
-            policy=options.unrepresentable,
-            soft_deletes=options.soft_deletes,
-            synced_at=options.synced_at,
-            rebootstrap=options.rebootstrap,
+        table_options = TableOptions(
+            options.unrepresentable, options.soft_deletes, options.synced_at
+        )
+        require_places(
+            EmbeddedDeltaLake(lake), schemas, table_options, rebootstrap=options.rebootstrap
         )
         with sole_job(lake):
             pass
@@ -258,11 +257,9 @@ class _Attempt:
             nats=nats_settings,
             tables=tables,
             lake=lake,
+            options=table_options,
             once=options.once,
             trigger_seconds=options.trigger,
-            policy=options.unrepresentable,
-            soft_deletes=options.soft_deletes,
-            synced_at=options.synced_at,
             rebootstrap=options.rebootstrap,
             rows_per_batch=options.rows_per_batch,
         )

@@ -31,13 +31,14 @@ from spark_consumer.lake.table_definition import evolve
 from spark_consumer.source.message_rows import BATCH, PROGRESS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from pyspark.sql import DataFrame
 
     from spark_consumer.job.table_writer import KeptTable, TableWriter
     from spark_consumer.lake.column_values import Unrepresentable
-    from spark_consumer.lake.records import Manifest, SchemaArchive
+    from spark_consumer.lake.records import LakeRecords
+    from spark_consumer.runtime.nats_thread import NatsThread
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,6 @@ class RebuildNeeded(Exception):
 class BatchApplier:
     """Applies batches of `nats_cdc` in form `message` to the tables of a lake.
 
-    `ask_progress(source)` tells how far a source has got, `ask_last()` the last sequence stored.
     `rebootstrap` turns gaps and schema changes that cannot be followed into RebuildNeeded.
     """
 
@@ -65,24 +65,18 @@ class BatchApplier:
         self,
         tables: Sequence[KeptTable],
         writer: TableWriter,
-        archive: SchemaArchive,
-        manifest: Manifest,
-        staging: str,
-        *,
+        nats: NatsThread,
+        records: LakeRecords,
         policy: Unrepresentable,
+        *,
         rebootstrap: bool,
-        ask_progress: Callable[[str], Progress | None],
-        ask_last: Callable[[], int],
     ) -> None:
         self._tables = list(tables)
         self._writer = writer
-        self._archive = archive
-        self._manifest = manifest
-        self._staging = staging
+        self._nats = nats
+        self._records = records
         self._policy = policy
         self._rebootstrap = rebootstrap
-        self._ask_progress = ask_progress
-        self._ask_last = ask_last
         self._reached: dict[str, int] = {}
         self._listed: Mapping[str, int] = {}
         self._advanced_at = time.monotonic()
@@ -95,7 +89,7 @@ class BatchApplier:
         """Take one batch; returns when every table has it."""
         started = time.monotonic()
         messages = frame.persist(StorageLevel.DISK_ONLY)
-        directory = f"{self._staging}/batch-{uuid.uuid4().hex}"
+        directory = f"{self._records.staging}/batch-{uuid.uuid4().hex}"
         try:
             end = self._look(messages)
             for kept in self._tables:
@@ -122,7 +116,7 @@ class BatchApplier:
                 events=count,
                 seconds=round(seconds, 2),
                 stream_seq=reached,
-                behind=max(0, self._ask_last() - reached),
+                behind=max(0, self._last_stored() - reached),
             )
 
     def settle(self) -> None:
@@ -192,7 +186,7 @@ class BatchApplier:
                     position.stream_seq + 1,
                     stream_seq,
                 )
-            self._archive.keep(schema)
+            self._records.schemas.keep(schema)
             kept.schemas[schema.schema_version] = schema
             # Versions grow along the log; the snapshot may have met a change before the log did.
             if schema.schema_version > kept.schema.schema_version:
@@ -219,9 +213,7 @@ class BatchApplier:
         if evolution.change == "rewrite":
             self._writer.rewrite(kept, evolution.definition)
         elif evolution.change == "add":
-            known = set(kept.table.columns.names)
-            missing = [one for one in evolution.definition.columns if one.name not in known]
-            kept.table.add_columns(missing, kept.position)
+            kept.table.evolve(evolution.definition.columns, kept.position)
         kept.definition, kept.schema = evolution.definition, schema
 
     def _plans(self) -> list[DecodingPlan]:
@@ -253,6 +245,12 @@ class BatchApplier:
             self._advanced_at = time.monotonic()
         return count
 
+    def _progress(self, source: str) -> Progress | None:
+        return self._nats.run(lambda client: client.progress(source))
+
+    def _last_stored(self) -> int:
+        return self._nats.run(lambda client: client.log().bounds()).last
+
     def _list_versions(self, end: Mapping[str, int]) -> None:
         """Add to the manifest, if all tables show the same moment and something has changed."""
         for kept in self._tables:
@@ -261,7 +259,7 @@ class BatchApplier:
             if source not in end or position.stream_seq > end[source]:
                 return
             if position.complete_at > self._reached[source]:
-                progress = self._ask_progress(source)
+                progress = self._progress(source)
                 if (
                     progress is not None
                     and progress.epoch == position.epoch
@@ -274,7 +272,7 @@ class BatchApplier:
         if versions == self._listed:
             return
         epochs = {kept.position.source: kept.position.epoch for kept in self._tables}
-        self._manifest.append(
+        self._records.manifest.append(
             ManifestEntry(
                 written_at=time.time_ns() // 1000,
                 sources={

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import threading
 import time
 import uuid
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from py4j.protocol import Py4JError
@@ -24,7 +22,8 @@ from spark_consumer.job.table_setup import TableSetup, find_schemas
 from spark_consumer.job.table_writer import TableWriter
 from spark_consumer.lake.directory import sole_job
 from spark_consumer.lake.embedded import EmbeddedDeltaLake
-from spark_consumer.lake.records import Manifest, SchemaArchive
+from spark_consumer.lake.records import LakeRecords
+from spark_consumer.lake.table_definition import TableOptions
 from spark_consumer.runtime.java import restored, root_cause
 from spark_consumer.runtime.nats_thread import NatsThread
 from spark_consumer.source.cdc_source import CdcSource
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     from consumer_sdk.transport.settings import NatsSettings
     from spark_consumer.job.table_writer import KeptTable
-    from spark_consumer.lake.column_values import Unrepresentable
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +59,9 @@ class JobSettings:
     nats: NatsSettings
     tables: tuple[tuple[str, str], ...]
     lake: str
+    options: TableOptions = field(default_factory=TableOptions)
     once: bool = False
     trigger_seconds: float = 2.0
-    policy: Unrepresentable = "error"
-    soft_deletes: bool = False
-    synced_at: bool = False
     rebootstrap: bool = False
     rows_per_batch: int = 200_000
 
@@ -77,21 +73,13 @@ class SparkJob:
         self._spark = spark
         self._settings = settings
         self._lake = EmbeddedDeltaLake(settings.lake)
-        self._own = Path(self._lake.directory, "_tailrace")
-        self._archive = SchemaArchive(self._lake.directory)
-        self._manifest = Manifest(self._lake.directory)
-        self._writer = TableWriter(
-            spark,
-            str(self._own / "staging"),
-            soft_deletes=settings.soft_deletes,
-            synced_at=settings.synced_at,
-        )
+        self._records = LakeRecords(self._lake.directory)
+        self._writer = TableWriter(spark, settings.options)
         self._stopping = threading.Event()
         self._at_work = threading.Lock()
         self._failure: BaseException | None = None
         self._began = False
         self._conflicts = 0
-        self._parallelism = max(1, spark.sparkContext.defaultParallelism)
         self.rows_loaded = 0
         self.events = 0
 
@@ -113,9 +101,7 @@ class SparkJob:
             )
 
     def _run(self) -> None:
-        # What an earlier run staged belongs to nothing.
-        for leftover in ("staging", "checkpoint"):
-            shutil.rmtree(self._own / leftover, ignore_errors=True)
+        self._records.clear_leftovers()
         for source in (CdcSource, SnapshotSource):
             self._spark.dataSource.register(source)
         rebuild: set[tuple[str, str]] = set()
@@ -158,14 +144,10 @@ class SparkJob:
         setup = TableSetup(
             self._spark,
             nats,
-            settings.nats,
             self._lake,
-            self._archive,
-            policy=settings.policy,
-            soft_deletes=settings.soft_deletes,
-            synced_at=settings.synced_at,
+            self._records.schemas,
+            settings.options,
             rebootstrap=settings.rebootstrap,
-            parallelism=self._parallelism,
         )
         try:
             schemas = nats.run(lambda client: find_schemas(client, settings.tables))
@@ -181,13 +163,10 @@ class SparkJob:
         applier = BatchApplier(
             tables,
             self._writer,
-            self._archive,
-            self._manifest,
-            str(self._own / "staging"),
-            policy=self._settings.policy,
+            nats,
+            self._records,
+            self._settings.options.unrepresentable,
             rebootstrap=self._settings.rebootstrap,
-            ask_progress=lambda source: nats.run(lambda client: client.progress(source)),
-            ask_last=lambda: nats.run(lambda client: client.log().bounds()).last,
         )
         self._failure = None
         query = self._start(tables, applier)
@@ -228,7 +207,7 @@ class SparkJob:
             .option("startingPosition", json.dumps(start))
             .option("streamCreated", str(tables[0].position.stream_created))
             .option("rowsPerBatch", str(settings.rows_per_batch))
-            .option("partitions", str(self._parallelism))
+            .option("partitions", str(max(1, self._spark.sparkContext.defaultParallelism)))
             .option("prefix", settings.nats.prefix)
         )
         # An address with a password stays out of sight: it comes from the environment.
@@ -248,11 +227,9 @@ class SparkJob:
                     raise
 
         # Spark wants a checkpoint; the tables know better, so each run begins a new one.
-        checkpoint = self._own / "checkpoint" / uuid.uuid4().hex
+        checkpoint = f"{self._records.checkpoints}/{uuid.uuid4().hex}"
         writer = (
-            stream.load()
-            .writeStream.foreachBatch(apply)
-            .option("checkpointLocation", str(checkpoint))
+            stream.load().writeStream.foreachBatch(apply).option("checkpointLocation", checkpoint)
         )
         if settings.once:
             writer = writer.trigger(availableNow=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import pyarrow as pa
 from consumer_sdk.errors import CorruptData
 from spark_consumer.lake.lake_table import LakePosition
 from spark_consumer.lake.parquet_files import DataFile, ParquetWriter
-from spark_consumer.lake.table_definition import DELETED, SYNCED_AT, lake_columns
+from spark_consumer.lake.table_definition import DELETED, SYNCED_AT, define, lake_columns
 from spark_consumer.source.snapshot_source import ChunkDecoder, read_chunks, split_chunks
 
 if TYPE_CHECKING:
@@ -24,60 +25,46 @@ if TYPE_CHECKING:
     from consumer_sdk.snapshot.snapshot import SnapshotMeta
     from consumer_sdk.transport.settings import NatsSettings
     from consumer_sdk.wire.column_types import TableSchema
-    from spark_consumer.lake.column_values import Unrepresentable
-    from spark_consumer.lake.table_definition import TableDefinition
+    from spark_consumer.lake.table_definition import TableOptions
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that an executor needs to write its part of a snapshot."""
+    """All that an executor needs to write its part of a snapshot: `chunks` by number of the part.
 
-    settings: NatsSettings
+    Files go to `directory` below the table's root; `_synced_at` takes `loaded_at_us`.
+    """
+
+    nats: NatsSettings
     meta: SnapshotMeta
     schema: TableSchema
-    definition: TableDefinition
-    policy: Unrepresentable
-    soft_deletes: bool
-    synced_at: int | None
+    options: TableOptions
+    loaded_at_us: int
     root: str
     directory: str
-    parts: int
+    chunks: tuple[range, ...]
 
 
 def load_snapshot(
     spark: SparkSession,
-    settings: NatsSettings,
+    nats: NatsSettings,
     meta: SnapshotMeta,
     schema: TableSchema,
-    definition: TableDefinition,
-    *,
+    options: TableOptions,
     root: str,
-    policy: Unrepresentable,
-    soft_deletes: bool,
-    synced_at: int | None,
-    parallelism: int,
 ) -> list[DataFile]:
     """Write all rows of a snapshot below the table's root; the files that hold them.
 
     The directory is new with every attempt, so that leftovers of another never count. The whole is
     verified: every chunk once, the number of rows, the checksum.
     """
-    chunks = split_chunks(meta.batch_count, 4 * parallelism)
+    parts = 4 * max(1, spark.sparkContext.defaultParallelism)
+    chunks = tuple(split_chunks(meta.batch_count, parts))
     if not chunks:
         return []
     directory = f"load-{meta.snapshot_id}-{uuid.uuid4().hex[:8]}"
-    plan = LoadPlan(
-        settings,
-        meta,
-        schema,
-        definition,
-        policy,
-        soft_deletes,
-        synced_at,
-        root,
-        directory,
-        len(chunks),
-    )
+    now_us = time.time_ns() // 1000
+    plan = LoadPlan(nats, meta, schema, options, now_us, root, directory, chunks)
     reports = (
         spark.range(0, len(chunks), 1, len(chunks))
         .mapInArrow(_loader(plan), "report STRING")
@@ -106,22 +93,19 @@ def _loader(
     plan: LoadPlan,
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def load(parts: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        columns = lake_columns(
-            plan.definition, soft_deletes=plan.soft_deletes, synced_at=plan.synced_at is not None
-        )
-        chunks = split_chunks(plan.meta.batch_count, plan.parts)
+        policy = plan.options.unrepresentable
+        definition = define(plan.schema, policy)
+        columns = lake_columns(definition, plan.options)
         writer = ParquetWriter(plan.root, plan.directory, columns)
         digests: dict[int, str] = {}
         try:
             for batch in parts:
                 for part in batch.column(0).to_pylist():
-                    decoder = ChunkDecoder(
-                        plan.definition, plan.schema, plan.policy, plan.definition.key
-                    )
-                    found = read_chunks(plan.settings, plan.meta, chunks[part], decoder)
+                    decoder = ChunkDecoder(definition, plan.schema, policy, definition.key)
+                    found = read_chunks(plan.nats, plan.meta, plan.chunks[part], decoder)
                     for number, digest, rows in found:
                         digests[number] = digest
-                        writer.write(_with_own_columns(rows, columns, plan))
+                        writer.write(_with_own_columns(rows, columns, plan.loaded_at_us))
             writer.finish()
         except BaseException:
             writer.discard()
@@ -132,8 +116,10 @@ def _loader(
     return load
 
 
-def _with_own_columns(rows: pa.RecordBatch, columns: pa.Schema, plan: LoadPlan) -> pa.RecordBatch:
-    own: dict[str, Any] = {DELETED: False, SYNCED_AT: plan.synced_at}
+def _with_own_columns(
+    rows: pa.RecordBatch, columns: pa.Schema, loaded_at_us: int
+) -> pa.RecordBatch:
+    own: dict[str, Any] = {DELETED: False, SYNCED_AT: loaded_at_us}
     extra = [
         pa.array([own[field.name]] * rows.num_rows, field.type)
         for field in list(columns)[rows.num_columns :]

@@ -15,20 +15,19 @@ from consumer_sdk.reading.proof import StreamBreak, find_break
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import format_table_name, table_token
-from spark_consumer.errors import LakeError, LakeOptionsError, SchemaChangeError
+from spark_consumer.errors import LakeError, SchemaChangeError
 from spark_consumer.job.progress_bar import JobWatch, ProgressBar
 from spark_consumer.job.snapshot_load import load_snapshot, position_of
 from spark_consumer.job.table_writer import KeptTable
-from spark_consumer.lake.column_mapping import arrow_type, can_be_unrepresentable
 from spark_consumer.lake.directory import require_table_place
 from spark_consumer.lake.table_definition import (
     DELETED,
     SYNCED_AT,
-    TEXT_SUFFIX,
     TableDefinition,
     define,
     evolve,
     lake_columns,
+    require_same_options,
     row_key,
 )
 from spark_consumer.source.snapshot_source import take_snapshot
@@ -40,11 +39,10 @@ if TYPE_CHECKING:
 
     from consumer_sdk.client import Client
     from consumer_sdk.reading.log import LogBounds
-    from consumer_sdk.transport.settings import NatsSettings
     from consumer_sdk.wire.column_types import TableSchema
-    from spark_consumer.lake.column_values import Unrepresentable
     from spark_consumer.lake.lake_table import Lake, LakePosition, LakeTable
     from spark_consumer.lake.records import SchemaArchive
+    from spark_consumer.lake.table_definition import TableOptions
     from spark_consumer.runtime.nats_thread import NatsThread
 
 logger = logging.getLogger(__name__)
@@ -72,14 +70,8 @@ async def find_schemas(client: Client, tables: Sequence[tuple[str, str]]) -> lis
     return found
 
 
-def look_at_places(
-    lake: Lake,
-    schemas: Sequence[TableSchema],
-    *,
-    policy: Unrepresentable,
-    soft_deletes: bool,
-    synced_at: bool,
-    rebootstrap: bool,
+def require_places(
+    lake: Lake, schemas: Sequence[TableSchema], options: TableOptions, *, rebootstrap: bool
 ) -> None:
     """Raise what makes a table, or the place of one in the lake, unfit; nothing is written."""
     for schema in schemas:
@@ -87,49 +79,7 @@ def look_at_places(
         require_table_place(lake.table_root(schema.schema, schema.table))
         table = lake.find(schema.schema, schema.table)
         if table is not None and not rebootstrap:
-            name = format_table_name(schema.schema, schema.table)
-            require_own_columns(name, table, soft_deletes=soft_deletes, synced_at=synced_at)
-            require_same_texts(name, table, schema, policy)
-
-
-def require_own_columns(
-    name: str, table: LakeTable, *, soft_deletes: bool, synced_at: bool
-) -> None:
-    """Raise LakeOptionsError unless the table has the columns that the options ask for."""
-    present = table.columns.names
-    wanted = (
-        (DELETED, soft_deletes, "--soft-deletes"),
-        (SYNCED_AT, synced_at, "--synced-at"),
-    )
-    for column, asked, flag in wanted:
-        if (column in present) != asked:
-            made = "with" if column in present else "without"
-            raise LakeOptionsError(
-                f"lake table {name} was made {made} {flag}; keep to that, "
-                "or rebuild it with --rebootstrap"
-            )
-
-
-def require_same_texts(
-    name: str, table: LakeTable, schema: TableSchema, policy: Unrepresentable
-) -> None:
-    """Raise LakeOptionsError where a table without key was made with another policy.
-
-    Its rows are found by all they hold, the texts of values that have no place included.
-    """
-    if row_key(schema) or policy == "error":
-        return
-    present = table.columns.names
-    for column in schema.columns:
-        text = column.name + TEXT_SUFFIX
-        if column.name not in present or not can_be_unrepresentable(arrow_type(column)):
-            continue
-        if (text in present) != (policy == "text"):
-            made = "with" if text in present else "without"
-            raise LakeOptionsError(
-                f"lake table {name} has no key and was made {made} --unrepresentable=text; "
-                "keep to that, or rebuild it with --rebootstrap"
-            )
+            require_same_options(schema, table.columns, options)
 
 
 class TableSetup:
@@ -143,26 +93,18 @@ class TableSetup:
         self,
         spark: SparkSession,
         nats: NatsThread,
-        settings: NatsSettings,
         lake: Lake,
         archive: SchemaArchive,
+        options: TableOptions,
         *,
-        policy: Unrepresentable,
-        soft_deletes: bool,
-        synced_at: bool,
-        rebootstrap: bool,
-        parallelism: int,
+        rebootstrap: bool = False,
     ) -> None:
         self._spark = spark
         self._nats = nats
-        self._settings = settings
         self._lake = lake
         self._archive = archive
-        self._policy: Unrepresentable = policy
-        self._soft = soft_deletes
-        self._stamped = synced_at
+        self._options = options
         self._rebootstrap = rebootstrap
-        self._parallelism = parallelism
         self.rows_loaded = 0
 
     def prepare(
@@ -205,8 +147,7 @@ class TableSetup:
                 "rebuild it with --rebootstrap, or choose another --lake directory"
             )
         table.require_untampered()
-        require_own_columns(name, table, soft_deletes=self._soft, synced_at=self._stamped)
-        require_same_texts(name, table, schema, self._policy)
+        require_same_options(schema, table.columns, self._options)
         bounds = self._nats.run(lambda client: client.log().bounds())
         progress = self._nats.run(lambda client: client.progress(schema.source))
         epoch = schema.epoch if progress is None else progress.epoch
@@ -230,14 +171,11 @@ class TableSetup:
             row_key(current),
         )
         # Another policy for unrepresentable values may ask for further columns.
-        evolution = evolve(definition, current, current, self._policy)
+        evolution = evolve(definition, current, current, self._options.unrepresentable)
         if evolution.change == "add":
-            known = set(table.columns.names)
-            missing = [one for one in evolution.definition.columns if one.name not in known]
-            table.add_columns(missing, position)
+            table.evolve(evolution.definition.columns, position)
         return KeptTable(
             table_token(schema.schema, schema.table),
-            self._lake.table_root(schema.schema, schema.table),
             table,
             evolution.definition,
             current,
@@ -253,23 +191,14 @@ class TableSetup:
         meta, schema = self._nats.run(
             lambda client: take_snapshot(client, wanted, fresh=fresh, progress=bar.snapshot)
         )
-        definition = define(schema, self._policy)
+        definition = define(schema, self._options.unrepresentable)
         root = self._lake.table_root(schema.schema, schema.table)
         with JobWatch(self._spark, f"bootstrap-{uuid.uuid4().hex}", bar.loading):
             files = load_snapshot(
-                self._spark,
-                self._settings,
-                meta,
-                schema,
-                definition,
-                root=root,
-                policy=self._policy,
-                soft_deletes=self._soft,
-                synced_at=time.time_ns() // 1000 if self._stamped else None,
-                parallelism=self._parallelism,
+                self._spark, self._nats.settings, meta, schema, self._options, root
             )
         position = position_of(meta, schema)
-        columns = lake_columns(definition, soft_deletes=self._soft, synced_at=self._stamped)
+        columns = lake_columns(definition, self._options)
         self._archive.keep(schema)
         hold("spark-before-load-commit")
         if table is None:
@@ -277,7 +206,7 @@ class TableSetup:
         else:
             # Others may have optimized it while the snapshot was read.
             table = self._lake.find(schema.schema, schema.table) or table
-            table.replace(files, columns, position)
+            table.load(files, columns, position)
         self.rows_loaded += meta.row_count
         bar.finish(meta.row_count)
         event(
@@ -290,7 +219,7 @@ class TableSetup:
         )
         token = table_token(schema.schema, schema.table)
         versions = self._archive.versions(schema.schema, schema.table, position.epoch)
-        return KeptTable(token, root, table, definition, schema, position, versions)
+        return KeptTable(token, table, definition, schema, position, versions)
 
 
 def _require_continuity(name: str, position: LakePosition, bounds: LogBounds, epoch: int) -> None:

@@ -18,10 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+def own_directory(lake_directory: str) -> Path:
+    """Where the job keeps what belongs to no table."""
+    return Path(lake_directory, "_tailrace")
+
+
+def staging_directory(lake_directory: str) -> str:
+    """Where rows wait for the commit that takes them in."""
+    return str(own_directory(lake_directory) / "staging")
+
+
 @contextmanager
 def sole_job(lake_directory: str) -> Iterator[None]:
     """Hold the lake while a block runs; the lock ends with the process, however that ends."""
-    own = Path(lake_directory, "_tailrace")
+    own = own_directory(lake_directory)
     try:
         own.mkdir(parents=True, exist_ok=True)
         file = (own / "lock").open("a")

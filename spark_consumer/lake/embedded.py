@@ -1,241 +1,146 @@
-"""Delta Lake through `deltalake`, without a JVM and without jars.
+"""Delta tables by the embedded engine: Spark writes the files, `deltalake` in the driver commits.
 
-The position is kept as `txn` actions, in the same commit as the rows: commit metadata would be lost
-with log cleanup. https://github.com/delta-io/delta/blob/master/PROTOCOL.md#transaction-identifiers
+A MERGE runs in the driver too, over rows that Spark has staged as Parquet. Rows of a table without
+key are changed by writing the data files that hold them again.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import time
+import shutil
+import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Schema, Transaction, WriterProperties
-from deltalake.exceptions import CommitFailedError, DeltaError
-from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
+import pyarrow.dataset as pads
+from pyspark.sql import Window
+from pyspark.sql import functions as fn
 
-from consumer_sdk.transport.logfmt import event
+from consumer_sdk.transport.holds import hold
 from consumer_sdk.wire.subjects import format_table_name, table_token
-from spark_consumer.errors import LakeConflictError, LakeError
-from spark_consumer.lake.lake_table import LakePosition, MergePlan
+from spark_consumer.lake.column_mapping import spark_schema
+from spark_consumer.lake.delta_log import DeltaLog
+from spark_consumer.lake.directory import staging_directory
+from spark_consumer.lake.parquet_files import DataFile, write_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from spark_consumer.lake.parquet_files import DataFile
+    import pyarrow as pa
+    from pyspark.sql import Column, DataFrame, SparkSession
 
-logger = logging.getLogger(__name__)
+    from spark_consumer.lake.lake_table import BagPlan, LakePosition, MergePlan
 
-_FACTS: Final = (
-    "epoch",
-    "stream_created",
-    "stream_seq",
-    "commit_lsn",
-    "complete_at",
-    "schema_version",
-)
-_OURS: Final = "tailrace"
-_HARMLESS: Final = frozenset({"OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN", "FSCK"})
-_SMALL_FILES: Final = 24
-_ROW_GROUP_BYTES: Final = 8 * 1024 * 1024
-_ROW_GROUP_ROWS: Final = (10_000, 1_000_000)
-_TEND_EVERY: Final = 20
-_VACUUM_EVERY_SECONDS: Final = 6 * 3600.0
-# Readers of Delta tables leave out names that begin like this.
-_VACUUMED: Final = "_vacuumed"
+_FILE = "_file"
 
 
 class EmbeddedDeltaTable:
-    """One Delta table, written by this job alone."""
+    """One Delta table; see `LakeTable` for what each call promises."""
 
-    def __init__(self, root: str, name: str) -> None:
-        self._root = root
-        self._name = name
-        self._table = DeltaTable(root)
-        self._seen_version = -1
-        # A short run must not leave all tidying to others.
-        self._commits = _TEND_EVERY
+    def __init__(self, log: DeltaLog, staging: str) -> None:
+        self.log = log
+        self._staging = staging
 
     @property
     def version(self) -> int:
-        """Version of the newest commit known here."""
-        return int(self._table.version())
+        return self.log.version
 
     @property
     def columns(self) -> pa.Schema:
-        """Names and types, as Arrow has them."""
-        return _plain(pa.schema(self._table.schema().to_arrow()))
+        return self.log.columns
 
     def position(self, source: str) -> LakePosition | None:
-        """Where it stands in the history of a source."""
-        facts = {fact: self._table.transaction_version(_app_id(source, fact)) for fact in _FACTS}
-        if any(value is None for value in facts.values()):
-            return None
-        return LakePosition(source=source, **{key: int(value or 0) for key, value in facts.items()})
+        return self.log.position(source)
 
     def require_untampered(self) -> None:
-        """Look at the commits since our last one: a RESTORE takes rows back, not the position."""
-        self._table.update_incremental()
-        newest = self.version
-        if newest == self._seen_version:
-            return
-        limit = 16
-        while True:
-            history = self._table.history(limit)
-            for commit in history:
-                if int(commit["version"]) <= self._seen_version or _OURS in commit:
-                    self._seen_version = newest
-                    return
-                operation = str(commit.get("operation", ""))
-                if operation == "RESTORE":
-                    raise LakeError(
-                        f"lake table {self._name} was restored to an earlier state "
-                        f"(version {commit['version']}); its rows are behind its position: restore "
-                        "it to the version before, or rebuild it with --rebootstrap"
-                    )
-                if operation not in _HARMLESS:
-                    event(
-                        logger,
-                        "lake table changed by another writer",
-                        level=logging.WARNING,
-                        table=self._name,
-                        operation=operation,
-                    )
-            if len(history) < limit:
-                self._seen_version = newest
-                return
-            limit *= 4
+        self.log.require_untampered()
 
-    def data_files(self) -> list[str]:
-        """Absolute paths of the files of the newest version."""
-        return [str(uri).removeprefix("file://") for uri in self._table.file_uris()]
+    def rows(self, spark: SparkSession, names: Mapping[str, str]) -> DataFrame:
+        return self._frame(spark, names, self.log.data_files()).drop(_FILE)
 
-    def replace(
-        self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition
+    def load(self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition) -> None:
+        self.log.replace(files, columns, position)
+
+    def replace(self, rows: DataFrame, columns: pa.Schema, position: LakePosition) -> None:
+        files = self._write(rows, columns)
+        hold("spark-before-commit")
+        self.log.replace(files, columns, position)
+
+    def merge(self, rows: DataFrame, plan: MergePlan, position: LakePosition) -> None:
+        directory = f"{self._staging}/merge-{uuid.uuid4().hex}"
+        try:
+            rows.write.parquet(directory)
+            hold("spark-before-commit")
+            self.log.merge(_reader(directory), plan, position)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def merge_bag(
+        self, added: DataFrame, removed: DataFrame, plan: BagPlan, position: LakePosition
     ) -> None:
-        """Make these files the whole table."""
-        self._commit(
-            lambda: self._table.create_write_transaction(
-                _adds(files),
-                mode="overwrite",
-                schema=Schema.from_arrow(columns),
-                commit_properties=_properties(position),
-            )
-        )
-
-    def append(self, files: Sequence[DataFile], position: LakePosition) -> None:
-        """Add files."""
-        self.exchange((), files, position)
-
-    def exchange(
-        self, removed: Sequence[str], files: Sequence[DataFile], position: LakePosition
-    ) -> None:
-        """Take some files out and put others in."""
-        now = int(time.time() * 1000)
-        prefix = self._root.rstrip("/") + "/"
-        removals = [RemoveAction(path.removeprefix(prefix), True, now) for path in removed]
-        self._commit(
-            lambda: self._table.create_write_transaction(
-                [*removals, *_adds(files)],
-                mode="append",
-                schema=self._table.schema(),
-                commit_properties=_properties(position),
-            )
-        )
+        touched = self._files_with(removed, plan)
+        if touched:
+            rest = self._without(removed, plan, touched)
+            added = added.unionByName(rest.select(*added.columns))
+        columns = self.columns
+        files = self._write(added.select(*(plan.columns[name] for name in columns.names)), columns)
+        hold("spark-before-commit")
+        self.log.exchange(touched, files, position)
 
     def advance(self, position: LakePosition) -> None:
-        """Move the position alone."""
-        self.exchange((), (), position)
+        hold("spark-before-commit")
+        self.log.exchange((), (), position)
 
-    def merge(self, rows: Any, plan: MergePlan, position: LakePosition) -> None:
-        """MERGE the staged rows; the position moves even where they change nothing."""
-        staged = {name: f"s.{_quoted(source)}" for name, source in plan.columns.items()}
-        on = " AND ".join(f"t.{_quoted(name)} = {staged[name]}" for name in plan.key)
-        # A table that is all key has nothing to update; setting it to itself does no harm.
-        settable = [name for name in staged if name not in plan.key] or list(plan.key)
-        updates = {_quoted(name): staged[name] for name in settable}
-        for name, flag in plan.keepable.items():
-            keep = f"CASE WHEN s.{_quoted(flag)} THEN t.{_quoted(name)} ELSE {staged[name]} END"
-            updates[_quoted(name)] = keep
-        inserts = {_quoted(name): value for name, value in staged.items()}
-        deleted = None if plan.deleted is None else f"s.{_quoted(plan.deleted)}"
-
-        def run() -> None:
-            merger = self._table.merge(
-                rows,
-                predicate=on,
-                source_alias="s",
-                target_alias="t",
-                streamed_exec=True,
-                writer_properties=self._writer_properties(),
-                commit_properties=_properties(position),
-            )
-            if deleted is not None:
-                merger = merger.when_matched_delete(predicate=deleted)
-            merger = merger.when_matched_update(updates)
-            unless = None if deleted is None else f"NOT {deleted}"
-            merger.when_not_matched_insert(inserts, predicate=unless).execute()
-
-        self._commit(run)
-        if self.position(position.source) != position:
-            self.advance(position)
-
-    def add_columns(self, columns: Sequence[pa.Field], position: LakePosition) -> None:
-        """Append columns."""
-        fields = Schema.from_arrow(pa.schema(columns)).fields
-        properties = _properties(position)
-        self._commit(lambda: self._table.alter.add_columns(fields, commit_properties=properties))
+    def evolve(self, columns: pa.Schema, position: LakePosition) -> None:
+        known = set(self.columns.names)
+        self.log.add_columns([one for one in columns if one.name not in known], position)
 
     def tend(self) -> None:
-        """Compact after many small commits, and drop files that no kept version needs."""
-        if self._commits < _TEND_EVERY:
-            return
-        self._commits = 0
-        if len(self._table.file_uris()) > _SMALL_FILES:
-            writing = self._writer_properties()
-            self._commit(lambda: self._table.optimize.compact(writer_properties=writing))
-        if self._vacuum_is_due():
-            # In full: what killed loads left behind is in no commit.
-            self._commit(lambda: self._table.vacuum(dry_run=False, full=True))
+        self.log.tend()
 
-    def _writer_properties(self) -> WriterProperties:
-        """Row groups by size: a writer holds one of them in memory, and it is in this process."""
-        adds = pa.table(self._table.get_add_actions())
-        rows = sum(count or 0 for count in adds["num_records"].to_pylist())
-        size = sum(adds["size_bytes"].to_pylist())
-        wanted = _ROW_GROUP_BYTES * rows // max(size, 1)
-        fewest, most = _ROW_GROUP_ROWS
-        return WriterProperties(
-            compression="SNAPPY", max_row_group_size=min(max(wanted, fewest), most)
-        )
+    def _frame(
+        self, spark: SparkSession, names: Mapping[str, str], files: Sequence[str]
+    ) -> DataFrame:
+        """The rows of some data files, and for each row its file."""
+        stored = self.columns
+        schema = spark_schema(stored)
+        if files:
+            frame = spark.read.schema(schema).parquet(*files)
+            file = fn.col("_metadata.file_path")
+        else:
+            frame = spark.createDataFrame([], schema)
+            file = fn.lit("")
+        own = (fn.col(_quoted(name)).alias(names.get(name, name)) for name in stored.names)
+        return frame.select(*own, file.alias(_FILE))
 
-    def _vacuum_is_due(self) -> bool:
-        """Whether the last vacuum, of this run or another, was long ago; if so, now is the time."""
-        mark = Path(self._root, _VACUUMED)
-        try:
-            age = time.time() - mark.stat().st_mtime
-        except FileNotFoundError:
-            age = None
-        if age is not None and age <= _VACUUM_EVERY_SECONDS:
-            return False
-        mark.touch()
-        return age is not None
+    def _write(self, rows: DataFrame, columns: pa.Schema) -> list[DataFile]:
+        return write_files(rows, self.log.root, f"load-{uuid.uuid4().hex[:12]}", columns)
 
-    def _commit(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except CommitFailedError as error:
-            raise LakeConflictError(
-                f"lake table {self._name} is being written by somebody else: {_line(error)}"
-            ) from error
-        except (DeltaError, OSError) as error:
-            raise LakeError(f"lake table {self._name} cannot be written: {_line(error)}") from error
-        self._table.update_incremental()
-        self._seen_version = self.version
-        self._commits += 1
+    def _files_with(self, removed: DataFrame, plan: BagPlan) -> list[str]:
+        """The data files that hold a row of which copies are to go."""
+        files = self.log.data_files()
+        if removed.isEmpty() or not files:
+            return []
+        rows = self._frame(removed.sparkSession, plan.columns, files)
+        if plan.deleted is not None:
+            rows = rows.where(~fn.col(plan.deleted))
+        matches = _same_values(rows, removed, plan.values)
+        found = rows.join(removed, matches, "left_semi").select(_FILE).distinct().collect()
+        names = {Path(row[_FILE]).name for row in found}
+        return [path for path in files if Path(path).name in names]
+
+    def _without(self, removed: DataFrame, plan: BagPlan, files: Sequence[str]) -> DataFrame:
+        """The rows of some files, less as many copies of each as are to go."""
+        rows = self._frame(removed.sparkSession, plan.columns, files)
+        alike = [*plan.values, *([] if plan.deleted is None else [plan.deleted])]
+        among = Window.partitionBy(*alike).orderBy(fn.lit(0))
+        numbered = rows.withColumn("_copy", fn.row_number().over(among))
+        matches = _same_values(numbered, removed, plan.values)
+        if plan.deleted is not None:
+            matches = matches & ~numbered[plan.deleted]
+        joined = numbered.join(removed, matches, "left")
+        copies = fn.col(plan.copies)
+        remaining = joined.where(copies.isNull() | (fn.col("_copy") > copies))
+        return remaining.select(*(numbered[name] for name in rows.columns))
 
 
 class EmbeddedDeltaLake:
@@ -249,28 +154,9 @@ class EmbeddedDeltaLake:
         return str(Path(self.directory, table_token(schema, table).replace("=", "~")))
 
     def find(self, schema: str, table: str) -> EmbeddedDeltaTable | None:
-        """The table, None if nothing is in its place."""
         root = self.table_root(schema, table)
-        name = format_table_name(schema, table)
-        if not DeltaTable.is_deltatable(root):
-            strangers = [one.name for one in Path(root).glob("*") if not _is_leftover(one)]
-            if strangers:
-                raise LakeError(
-                    f"{root} is to hold table {name}, but holds other files ({strangers[0]}); "
-                    "choose another --lake directory"
-                )
-            return None
-        try:
-            found = EmbeddedDeltaTable(root, name)
-            metadata = found._table.metadata()
-        except (DeltaError, OSError) as error:
-            raise LakeError(f"lake table {root} cannot be read: {_line(error)}") from error
-        if metadata.description != _description(name):
-            raise LakeError(
-                f"{root} holds another table ({metadata.name or 'unnamed'}), not {name} as kept by "
-                "this job; choose another --lake directory"
-            )
-        return found
+        log = DeltaLog.find(root, format_table_name(schema, table))
+        return None if log is None else self._table(log)
 
     def create(
         self,
@@ -280,78 +166,26 @@ class EmbeddedDeltaLake:
         columns: pa.Schema,
         position: LakePosition,
     ) -> EmbeddedDeltaTable:
-        """Make the table with its first rows."""
         root = self.table_root(schema, table)
         name = format_table_name(schema, table)
-        Path(root).mkdir(parents=True, exist_ok=True)
-        try:
-            create_table_with_add_actions(
-                root,
-                Schema.from_arrow(columns),
-                _adds(files),
-                mode="error",
-                name=name,
-                description=_description(name),
-                commit_properties=_properties(position),
-            )
-        except (DeltaError, OSError) as error:
-            raise LakeError(f"lake table {root} cannot be created: {_line(error)}") from error
-        return EmbeddedDeltaTable(root, name)
+        return self._table(DeltaLog.create(root, name, files, columns, position))
+
+    def _table(self, log: DeltaLog) -> EmbeddedDeltaTable:
+        return EmbeddedDeltaTable(log, staging_directory(self.directory))
 
 
-def _is_leftover(path: Path) -> bool:
-    """Whether a killed attempt at a first load may have left this: files, a log without commit."""
-    if path.name == "_delta_log" and path.is_dir():
-        return not any(one.suffix in (".json", ".parquet") for one in path.iterdir())
-    return path.is_dir() and path.name.startswith("load-")
-
-
-def _description(name: str) -> str:
-    return f"{name}, kept by tailrace"
-
-
-def _app_id(source: str, fact: str) -> str:
-    return f"tailrace/{source}/{fact}"
-
-
-def _properties(position: LakePosition) -> CommitProperties:
-    """What a commit says of itself; it is right only upon the version it was made for.
-
-    deltalake would put it behind those of others: an OPTIMIZE, whose files then stay beside ours.
-    """
-    facts = {fact: getattr(position, fact) for fact in _FACTS}
-    return CommitProperties(
-        max_commit_retries=0,
-        custom_metadata={_OURS: json.dumps({"source": position.source, **facts})},
-        app_transactions=[
-            Transaction(_app_id(position.source, fact), value) for fact, value in facts.items()
-        ],
-    )
-
-
-def _adds(files: Sequence[DataFile]) -> list[Any]:
-    now = int(time.time() * 1000)
-    return [AddAction(one.path, one.size, {}, now, True, one.stats) for one in files]
-
-
-def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema with the types of `column_mapping`, whatever names lists give their elements."""
-    return pa.schema([pa.field(field.name, _plain_type(field.type)) for field in schema])
-
-
-def _plain_type(type_: pa.DataType) -> pa.DataType:
-    if pa.types.is_list(type_) or pa.types.is_large_list(type_):
-        return pa.list_(_plain_type(type_.value_type))
-    if pa.types.is_large_string(type_) or pa.types.is_string_view(type_):
-        return pa.string()
-    if pa.types.is_large_binary(type_) or pa.types.is_binary_view(type_):
-        return pa.binary()
-    return type_
+def _same_values(left: DataFrame, right: DataFrame, names: Sequence[str]) -> Column:
+    condition = fn.lit(True)
+    for name in names:
+        condition = condition & left[name].eqNullSafe(right[name])
+    return condition
 
 
 def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
+    return "`" + name.replace("`", "``") + "`"
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+def _reader(directory: str) -> pa.RecordBatchReader:
+    """The staged rows as a stream of Arrow batches, never all of them in memory."""
+    dataset = pads.dataset(directory, format="parquet", exclude_invalid_files=False)
+    return dataset.scanner(batch_size=65_536, use_threads=True).to_reader()

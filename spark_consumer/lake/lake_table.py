@@ -1,17 +1,18 @@
-"""What the job asks of a lake of any format: tables that keep their position with their rows.
+"""What the job asks of a lake, whichever engine writes it: tables that keep their position.
 
-A sink for another format implements `LakeTable` and `Lake`; nothing else knows Delta.
+An engine implements `Lake` and `LakeTable`; nothing above this module knows Delta.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
 
     from spark_consumer.lake.parquet_files import DataFile
 
@@ -48,10 +49,10 @@ class LakePosition:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """How staged rows change a table with a key.
+    """How given rows change a table with a key.
 
-    `columns` maps the table's columns to the staged ones, `keepable` some of them to the staged
-    flag that says "keep the table's value". `deleted` is the flag of rows to take out, if any are.
+    `columns` maps the table's columns to those of the rows, `keepable` some of them to the flag in
+    the rows that says "keep the table's value". `deleted` is the flag of rows to take out, if any.
     """
 
     key: tuple[str, ...]
@@ -60,52 +61,70 @@ class MergePlan:
     deleted: str | None
 
 
+@dataclass(frozen=True)
+class BagPlan:
+    """How given rows change a table without key, where equal rows are several rows.
+
+    `columns` maps the table's columns to those of the rows; `values` are those columns of the rows
+    by which copies are found, `copies` says how many of them go. `deleted` marks rows that stay in
+    the table though they were deleted: they are no copies.
+    """
+
+    columns: dict[str, str]
+    values: tuple[str, ...]
+    copies: str
+    deleted: str | None
+
+
 class LakeTable(Protocol):
-    """One table of the lake; every writing call is one atomic commit that holds the position."""
+    """One table of the lake; every writing call is one atomic commit that holds the position.
+
+    The columns of given rows count by their place, except where a plan names them.
+    """
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Version of the newest commit known here."""
 
     @property
-    def columns(self) -> pa.Schema: ...
+    def columns(self) -> pa.Schema:
+        """Names and types, as `column_mapping` has them."""
 
     def position(self, source: str) -> LakePosition | None:
         """Where it stands in the history of a source, None if it never took part in it."""
 
     def require_untampered(self) -> None:
-        """Raise LakeError if somebody restored or replaced the table behind our back."""
+        """Raise LakeError if somebody has restored the table since our last commit."""
 
-    def data_files(self) -> list[str]:
-        """Absolute paths of the Parquet files that make up the newest version."""
+    def rows(self, spark: SparkSession, names: Mapping[str, str]) -> DataFrame:
+        """The newest version; columns in `names` under the name given there."""
 
-    def replace(
-        self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition
+    def load(self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition) -> None:
+        """Make these files, written below the table's root, the whole table."""
+
+    def replace(self, rows: DataFrame, columns: pa.Schema, position: LakePosition) -> None:
+        """Make these rows the whole table, with these columns."""
+
+    def merge(self, rows: DataFrame, plan: MergePlan, position: LakePosition) -> None:
+        """Insert, update and delete by key."""
+
+    def merge_bag(
+        self, added: DataFrame, removed: DataFrame, plan: BagPlan, position: LakePosition
     ) -> None:
-        """Make these files the whole table, with these columns."""
-
-    def append(self, files: Sequence[DataFile], position: LakePosition) -> None:
-        """Add files."""
-
-    def exchange(
-        self, removed: Sequence[str], files: Sequence[DataFile], position: LakePosition
-    ) -> None:
-        """Take some data files out, given by their absolute paths, and put others in."""
-
-    def merge(self, rows: Any, plan: MergePlan, position: LakePosition) -> None:
-        """Apply staged rows, given as a reader of Arrow batches."""
+        """Take copies of the removed rows out of a table without key, and add rows."""
 
     def advance(self, position: LakePosition) -> None:
         """Move the position alone."""
 
-    def add_columns(self, columns: Sequence[pa.Field], position: LakePosition) -> None:
-        """Append columns; existing rows hold null there."""
+    def evolve(self, columns: pa.Schema, position: LakePosition) -> None:
+        """Append those of the columns that the table does not have; existing rows hold null."""
 
     def tend(self) -> None:
-        """Compact and clean up if there is enough to do."""
+        """Compact and vacuum if there is enough to do."""
 
 
 class Lake(Protocol):
-    """A directory of tables."""
+    """The tables of one place."""
 
     def find(self, schema: str, table: str) -> LakeTable | None:
         """The table, None if there is none; LakeError if something else is in its place."""

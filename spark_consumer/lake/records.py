@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.subjects import table_token
+from spark_consumer.lake.directory import own_directory, staging_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 KEPT_ENTRIES: Final = 500
 _DIGITS: Final = 12
@@ -48,7 +50,7 @@ class Manifest:
     """The entries of one lake, each a file of its own, appended atomically."""
 
     def __init__(self, lake_directory: str) -> None:
-        self._directory = Path(lake_directory, "_tailrace", "manifest")
+        self._directory = own_directory(lake_directory) / "manifest"
 
     def append(self, entry: ManifestEntry) -> None:
         """Add an entry; readers see all of it or nothing. Old ones are dropped."""
@@ -91,7 +93,7 @@ class SchemaArchive:
     """The versions of each table and epoch, one small file each."""
 
     def __init__(self, lake_directory: str) -> None:
-        self._directory = Path(lake_directory, "_tailrace", "schemas")
+        self._directory = own_directory(lake_directory) / "schemas"
 
     def keep(self, schema: TableSchema) -> None:
         """Remember a version."""
@@ -115,3 +117,18 @@ class SchemaArchive:
     def _file(self, schema: TableSchema, epoch: int, version: int) -> Path:
         token = table_token(schema.schema, schema.table)
         return self._directory / token / f"{epoch}-{version}.json"
+
+
+class LakeRecords:
+    """All that the job keeps in the `_tailrace` directory of a lake."""
+
+    def __init__(self, lake_directory: str) -> None:
+        self.manifest = Manifest(lake_directory)
+        self.schemas = SchemaArchive(lake_directory)
+        self.staging = staging_directory(lake_directory)
+        self.checkpoints = str(own_directory(lake_directory) / "checkpoint")
+
+    def clear_leftovers(self) -> None:
+        """Remove what an earlier run staged; it belongs to no commit."""
+        for leftover in (self.staging, self.checkpoints):
+            shutil.rmtree(leftover, ignore_errors=True)

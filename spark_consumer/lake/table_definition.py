@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from consumer_sdk.targets.evolution import Effect, compare
 from consumer_sdk.wire.subjects import format_table_name
-from spark_consumer.errors import SchemaChangeError, UnsuitableTableError
+from spark_consumer.errors import LakeOptionsError, SchemaChangeError, UnsuitableTableError
 from spark_consumer.lake.column_mapping import arrow_type, can_be_unrepresentable, widened
 
 if TYPE_CHECKING:
@@ -22,6 +22,15 @@ DELETED = "_deleted"
 SYNCED_AT = "_synced_at"
 TEXT_SUFFIX = "__text"
 Change = Literal["none", "add", "rewrite", "rebuild"]
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """What the user chose for the tables: the policy for values without a place, own columns."""
+
+    unrepresentable: Unrepresentable = "error"
+    soft_deletes: bool = False
+    synced_at: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,11 +203,41 @@ def _incompatible(definition: TableDefinition, what: str) -> SchemaChangeError:
     )
 
 
-def lake_columns(definition: TableDefinition, *, soft_deletes: bool, synced_at: bool) -> pa.Schema:
-    """The definition's columns and those that the lake adds."""
-    extra = []
-    if soft_deletes:
-        extra.append(pa.field(DELETED, pa.bool_()))
-    if synced_at:
-        extra.append(pa.field(SYNCED_AT, pa.timestamp("us", tz="UTC")))
-    return pa.schema([*definition.columns, *extra])
+def lake_columns(definition: TableDefinition, options: TableOptions) -> pa.Schema:
+    """The columns of the table and those that the lake adds."""
+    own = []
+    if options.soft_deletes:
+        own.append(pa.field(DELETED, pa.bool_()))
+    if options.synced_at:
+        own.append(pa.field(SYNCED_AT, pa.timestamp("us", tz="UTC")))
+    return pa.schema([*definition.columns, *own])
+
+
+def require_same_options(schema: TableSchema, columns: pa.Schema, options: TableOptions) -> None:
+    """Raise LakeOptionsError unless a table with these columns was made with the same options."""
+    name = format_table_name(schema.schema, schema.table)
+    own = (
+        (DELETED, options.soft_deletes, "--soft-deletes"),
+        (SYNCED_AT, options.synced_at, "--synced-at"),
+    )
+    for column, asked, flag in own:
+        if (column in columns.names) != asked:
+            made = "with" if column in columns.names else "without"
+            raise LakeOptionsError(
+                f"lake table {name} was made {made} {flag}; keep to that, "
+                "or rebuild it with --rebootstrap"
+            )
+    policy = options.unrepresentable
+    if row_key(schema) or policy == "error":
+        return
+    # Rows without key are found by all they hold, also by the texts of values without a place.
+    for one in schema.columns:
+        text = one.name + TEXT_SUFFIX
+        if one.name not in columns.names or not can_be_unrepresentable(arrow_type(one)):
+            continue
+        if (text in columns.names) != (policy == "text"):
+            made = "with" if text in columns.names else "without"
+            raise LakeOptionsError(
+                f"lake table {name} has no key and was made {made} --unrepresentable=text; "
+                "keep to that, or rebuild it with --rebootstrap"
+            )

@@ -23,6 +23,7 @@ class NatsThread:
     """Runs coroutines on one client; to be closed, which ends the thread and the connection."""
 
     def __init__(self, settings: NatsSettings, timeout: float = 10.0) -> None:
+        self.settings = settings
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="tailrace-nats", daemon=True

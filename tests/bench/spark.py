@@ -24,6 +24,7 @@ from spark_consumer.job.table_setup import TableSetup
 from spark_consumer.job.table_writer import TableWriter
 from spark_consumer.lake.embedded import EmbeddedDeltaLake
 from spark_consumer.lake.records import Manifest, SchemaArchive
+from spark_consumer.lake.table_definition import TableOptions
 from spark_consumer.runtime.nats_thread import NatsThread
 from spark_consumer.runtime.session import open_session
 from spark_consumer.source.cdc_source import CdcSource
@@ -114,14 +115,9 @@ def _kept(spark: SparkSession, place: _Place) -> Iterator[tuple[KeptTable, NatsT
         setup = TableSetup(
             spark,
             nats,
-            place.nats,
             EmbeddedDeltaLake(place.lake),
             SchemaArchive(place.lake),
-            policy="error",
-            soft_deletes=False,
-            synced_at=False,
-            rebootstrap=False,
-            parallelism=os.cpu_count() or 2,
+            TableOptions(),
         )
         yield setup.prepare([_schema(nats)])[0], nats
 
@@ -136,6 +132,12 @@ def _schema(nats: NatsThread) -> TableSchema:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
+
+
+def _files(place: _Place) -> list[str]:
+    table = EmbeddedDeltaLake(place.lake).find("public", TABLE)
+    assert table is not None
+    return table.log.data_files()
 
 
 def _timed(action: Any) -> float:
@@ -155,9 +157,9 @@ def _bootstrap(spark: SparkSession, place: _Place, repeats: int, rows: int) -> d
     for attempt in range(repeats + 1):
         shutil.rmtree(place.lake, ignore_errors=True)
         began = time.perf_counter()
-        with _kept(spark, place) as (kept, _):
+        with _kept(spark, place):
             load = time.perf_counter() - began
-            copy = _copy_parquet(spark, kept.table.data_files(), str(place.directory / "copy"))
+            copy = _copy_parquet(spark, _files(place), str(place.directory / "copy"))
         # The first attempt takes the snapshot and warms everything up.
         if attempt:
             loads.append(load)
@@ -192,7 +194,7 @@ def _apply(
         staged = stage_changes(messages, [plan], staging)[kept.token]
         decode = time.perf_counter() - began
         assert staged.facts.count == events, staged.facts
-        writer = TableWriter(spark, staging, soft_deletes=False, synced_at=False)
+        writer = TableWriter(spark, TableOptions())
         rewrites, applies = [], []
         for attempt in range(repeats + 1):
             # Each time onto the same version of the table.
@@ -200,9 +202,9 @@ def _apply(
             shutil.copytree(place.lake, lake.directory)
             table = lake.find("public", TABLE)
             assert table is not None
-            kept.table, kept.root, kept.position = table, lake.table_root("public", TABLE), position
+            kept.table, kept.position = table, position
             target = str(place.directory / "copy")
-            rewrite = _copy_parquet(spark, table.data_files(), target)
+            rewrite = _copy_parquet(spark, table.log.data_files(), target)
             there = position.moved_to(position.stream_seq + events, staged.commit_lsn)
             began = time.perf_counter()
             writer.apply(kept, staged, there, time.time_ns() // 1000)

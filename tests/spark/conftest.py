@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from consumer_sdk.reading.schemas import resolve_table
 from consumer_sdk.transport.settings import NatsSettings
 from spark_consumer.job.job import JobSettings, SparkJob
+from spark_consumer.lake.table_definition import TableOptions
 from spark_consumer.runtime.session import open_session
 from spark_consumer.source.cdc_source import CdcSource
 from spark_consumer.source.snapshot_source import SnapshotSource
@@ -50,9 +52,13 @@ class Jobs:
 
     def _job(self, tables: tuple[str, ...], settings: dict[str, Any]) -> SparkJob:
         names = tuple(resolve_table(table) for table in tables)
+        chosen = {one.name for one in fields(TableOptions)} & settings.keys()
+        options = TableOptions(**{name: settings.pop(name) for name in chosen})
         return SparkJob(
             self.spark,
-            JobSettings(nats=self.nats, tables=names, lake=str(self.lake), **settings),
+            JobSettings(
+                nats=self.nats, tables=names, lake=str(self.lake), options=options, **settings
+            ),
         )
 
     def once(self, *tables: str, **settings: Any) -> SparkJob:

@@ -65,12 +65,12 @@ def test_a_key_that_has_no_place_stops_the_job_before_the_table_is_touched(
     database.execute("INSERT INTO endless VALUES (1, 'infinity')")
     database.publish("spans", "endless")
     bridge_process()
-    jobs.once("spans", policy=policy)
+    jobs.once("spans", unrepresentable=policy)
     before = lake_rows(jobs.lake, "spans")
     database.execute("INSERT INTO spans VALUES (1, 'infinity'), (1, '-infinity')")
     for table in ("spans", "endless"):
         with pytest.raises(UnrepresentableError, match=r"column until, .* REPLICA IDENTITY"):
-            jobs.once(table, policy=policy)
+            jobs.once(table, unrepresentable=policy)
     assert lake_rows(jobs.lake, "spans") == before
     assert not (jobs.lake / "endless" / "_delta_log").exists()
 
@@ -82,11 +82,11 @@ def test_a_table_without_key_keeps_to_its_texts(
     database.execute("INSERT INTO heap VALUES ('infinity'), ('2020-01-01')")
     database.publish("heap")
     bridge_process()
-    jobs.once("heap", policy="text")
+    jobs.once("heap", unrepresentable="text")
     database.execute("DELETE FROM heap")
     with pytest.raises(LakeOptionsError, match="made with --unrepresentable=text"):
-        jobs.once("heap", policy="null")
-    jobs.once("heap", policy="null", rebootstrap=True)
+        jobs.once("heap", unrepresentable="null")
+    jobs.once("heap", unrepresentable="null", rebootstrap=True)
     with pytest.raises(LakeOptionsError, match="made without --unrepresentable=text"):
-        jobs.once("heap", policy="text")
+        jobs.once("heap", unrepresentable="text")
     assert lake_rows(jobs.lake, "heap") == []

@@ -301,15 +301,15 @@ def test_values_spark_cannot_hold_stop_vanish_or_stay_as_text(
         jobs.once("odd")
     assert not (jobs.lake / "odd" / "_delta_log").exists()
     vanishing = Jobs(jobs.spark, jobs.nats, jobs.lake.with_name("vanishing"))
-    vanishing.once("odd", policy="null")
+    vanishing.once("odd", unrepresentable="null")
     assert lake_rows(vanishing.lake, "odd") == [(1, None, None, None)]
-    jobs.once("odd", policy="text")
+    jobs.once("odd", unrepresentable="text")
     database.execute("INSERT INTO odd VALUES (2, '0044-03-15 BC', 1.5, '[5:6]={7,8}')")
     database.execute("INSERT INTO odd VALUES (3)")
     database.execute("UPDATE odd SET at = '2020-01-01 00:00+00' WHERE id = 1")
     with pytest.raises(UnrepresentableError, match=r"row \(id=2\)"):
         jobs.once("odd")
-    jobs.once("odd", policy="text")
+    jobs.once("odd", unrepresentable="text")
     rows = sorted(
         lake_table(jobs.lake, "odd").to_pyarrow_table().to_pylist(), key=lambda r: r["id"]
     )
@@ -337,7 +337,7 @@ def test_tables_that_others_optimize_meanwhile_are_tried_again(
                 found = lake_table(jobs.lake, table).optimize.compact()
                 optimized.append(found["numFilesRemoved"])
 
-    monkeypatch.setattr("spark_consumer.job.table_writer.hold", optimize)
+    monkeypatch.setattr("spark_consumer.lake.embedded.hold", optimize)
     database.execute("TRUNCATE users; INSERT INTO users VALUES (7)")
     database.execute("DELETE FROM heap WHERE ctid = (SELECT ctid FROM heap LIMIT 1)")
     jobs.once("users", "heap")

@@ -10,7 +10,13 @@ import pytest
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.column_types import TableSchema
 from spark_consumer.errors import SchemaChangeError, UnsuitableTableError
-from spark_consumer.lake.table_definition import TableDefinition, define, evolve, lake_columns
+from spark_consumer.lake.table_definition import (
+    TableDefinition,
+    TableOptions,
+    define,
+    evolve,
+    lake_columns,
+)
 
 Spec = dict[str, Any]
 
@@ -82,7 +88,7 @@ def test_text_of_unrepresentable_values_has_a_column_beside() -> None:
 
 def test_own_columns_come_last() -> None:
     definition = define(schema(ID, NAME))
-    columns = lake_columns(definition, soft_deletes=True, synced_at=True)
+    columns = lake_columns(definition, TableOptions(soft_deletes=True, synced_at=True))
     assert columns.names == ["id", "name", "_deleted", "_synced_at"]
 
 

@@ -13,7 +13,8 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from spark_consumer.errors import LakeConflictError, LakeError
-from spark_consumer.lake.embedded import EmbeddedDeltaLake, EmbeddedDeltaTable
+from spark_consumer.lake.delta_log import DeltaLog
+from spark_consumer.lake.embedded import EmbeddedDeltaLake
 from spark_consumer.lake.lake_table import LakePosition, MergePlan
 from spark_consumer.lake.parquet_files import DataFile, ParquetWriter
 
@@ -46,15 +47,15 @@ def lake(tmp_path: Path) -> EmbeddedDeltaLake:
 
 
 @pytest.fixture
-def table(lake: EmbeddedDeltaLake) -> EmbeddedDeltaTable:
+def table(lake: EmbeddedDeltaLake) -> DeltaLog:
     """Three rows at the first position."""
     root = lake.table_root("public", "users")
     rows = files(root, (1, "a", ["x"]), (2, "b", None), (3, "c", []))
-    return lake.create("public", "users", rows, COLUMNS, START)
+    return lake.create("public", "users", rows, COLUMNS, START).log
 
 
-def rows_of(table: EmbeddedDeltaTable) -> list[tuple[Any, ...]]:
-    found = DeltaTable(table._root).to_pyarrow_table()
+def rows_of(table: DeltaLog) -> list[tuple[Any, ...]]:
+    found = DeltaTable(table.root).to_pyarrow_table()
     columns = [column.to_pylist() for column in found.columns]
     return sorted(zip(*columns, strict=True))
 
@@ -68,7 +69,7 @@ def staged(*rows: tuple[Any, ...]) -> Any:
 
 
 def test_the_first_commit_holds_the_rows_and_the_position(
-    lake: EmbeddedDeltaLake, table: EmbeddedDeltaTable
+    lake: EmbeddedDeltaLake, table: DeltaLog
 ) -> None:
     assert rows_of(table) == [(1, "a", ["x"]), (2, "b", None), (3, "c", [])]
     found = lake.find("public", "users")
@@ -79,7 +80,7 @@ def test_the_first_commit_holds_the_rows_and_the_position(
     assert found.version == 0
 
 
-def test_a_merge_updates_keeps_deletes_and_inserts_in_one_commit(table: EmbeddedDeltaTable) -> None:
+def test_a_merge_updates_keeps_deletes_and_inserts_in_one_commit(table: DeltaLog) -> None:
     there = START.moved_to(20, 600, 2)
     rows = staged(
         (1, "A", None, True, False),
@@ -93,7 +94,7 @@ def test_a_merge_updates_keeps_deletes_and_inserts_in_one_commit(table: Embedded
     assert table.position("slot") == there
 
 
-def test_a_merge_that_changes_nothing_still_moves_the_position(table: EmbeddedDeltaTable) -> None:
+def test_a_merge_that_changes_nothing_still_moves_the_position(table: DeltaLog) -> None:
     there = START.moved_to(20, 600)
     table.merge(staged((9, None, None, False, True)), PLAN, there)
     assert table.position("slot") == there
@@ -106,17 +107,17 @@ def test_positions_never_move_backwards() -> None:
     assert START.moved_to(50, 5) == replace(START, stream_seq=50)
 
 
-def test_files_are_exchanged_and_the_rest_stays(table: EmbeddedDeltaTable) -> None:
+def test_files_are_exchanged_and_the_rest_stays(table: DeltaLog) -> None:
     (old,) = table.data_files()
-    table.append(files(table._root, (7, "g", None)), START.moved_to(11, 0))
-    table.exchange([old], files(table._root, (3, "c", [])), START.moved_to(12, 0))
+    table.exchange((), files(table.root, (7, "g", None)), START.moved_to(11, 0))
+    table.exchange([old], files(table.root, (3, "c", [])), START.moved_to(12, 0))
     assert rows_of(table) == [(3, "c", []), (7, "g", None)]
     assert table.position("slot") == START.moved_to(12, 0)
 
 
-def test_the_whole_table_is_replaced_with_other_columns(table: EmbeddedDeltaTable) -> None:
+def test_the_whole_table_is_replaced_with_other_columns(table: DeltaLog) -> None:
     wider = pa.schema([("id", pa.decimal128(20, 0)), ("new", pa.int32())])
-    table.replace(files(table._root, (1, 5), columns=wider), wider, START.moved_to(15, 0))
+    table.replace(files(table.root, (1, 5), columns=wider), wider, START.moved_to(15, 0))
     assert table.columns == wider
     assert [row[1] for row in rows_of(table)] == [5]
     there = START.moved_to(15, 0, START.schema_version + 1)
@@ -125,45 +126,45 @@ def test_the_whole_table_is_replaced_with_other_columns(table: EmbeddedDeltaTabl
     assert table.position("slot") == there
 
 
-def test_the_position_survives_compaction_and_log_checkpoints(table: EmbeddedDeltaTable) -> None:
+def test_the_position_survives_compaction_and_log_checkpoints(table: DeltaLog) -> None:
     for sequence in range(11, 41):
-        table.append(files(table._root, (sequence, "x", None)), START.moved_to(sequence, 0))
+        table.exchange((), files(table.root, (sequence, "x", None)), START.moved_to(sequence, 0))
     table.tend()
-    raw = DeltaTable(table._root)
+    raw = DeltaTable(table.root)
     assert len(raw.file_uris()) < 10
     raw.create_checkpoint()
     raw.cleanup_metadata()
-    assert EmbeddedDeltaTable(table._root, "users").position("slot") == START.moved_to(40, 0)
+    assert DeltaLog(table.root, "users").position("slot") == START.moved_to(40, 0)
 
 
 def test_the_first_batch_of_a_short_run_compacts_what_others_have_left(
-    lake: EmbeddedDeltaLake, table: EmbeddedDeltaTable
+    lake: EmbeddedDeltaLake, table: DeltaLog
 ) -> None:
-    written = [file for n in range(11, 41) for file in files(table._root, (n, "x", None))]
-    table.append(written, START.moved_to(40, 0))
+    written = [file for n in range(11, 41) for file in files(table.root, (n, "x", None))]
+    table.exchange((), written, START.moved_to(40, 0))
     found = lake.find("public", "users")
     assert found is not None
     found.tend()
-    assert len(found.data_files()) < 10
-    assert len(rows_of(found)) == 33
+    assert len(found.log.data_files()) < 10
+    assert len(rows_of(found.log)) == 33
 
 
 def test_a_vacuum_now_and_then_takes_what_no_version_needs(
-    lake: EmbeddedDeltaLake, table: EmbeddedDeltaTable
+    lake: EmbeddedDeltaLake, table: DeltaLog
 ) -> None:
     long_ago = time.time() - 30 * 86_400
-    left_over = Path(table._root, files(table._root, (9, "left over", None))[0].path)
-    fresh = Path(table._root, files(table._root, (9, "under way", None))[0].path)
+    left_over = Path(table.root, files(table.root, (9, "left over", None))[0].path)
+    fresh = Path(table.root, files(table.root, (9, "under way", None))[0].path)
     os.utime(left_over, (long_ago, long_ago))
     table.tend()
     assert left_over.exists()
-    os.utime(Path(table._root, "_vacuumed"), (long_ago, long_ago))
+    os.utime(Path(table.root, "_vacuumed"), (long_ago, long_ago))
     found = lake.find("public", "users")
     assert found is not None
     found.tend()
     assert not left_over.exists()
     assert fresh.exists()
-    assert rows_of(found) == [(1, "a", ["x"]), (2, "b", None), (3, "c", [])]
+    assert rows_of(found.log) == [(1, "a", ["x"]), (2, "b", None), (3, "c", [])]
     assert found.position("slot") == START
     version = found.version
     again = lake.find("public", "users")
@@ -173,10 +174,10 @@ def test_a_vacuum_now_and_then_takes_what_no_version_needs(
     again.require_untampered()
 
 
-def test_a_restore_is_noticed(lake: EmbeddedDeltaLake, table: EmbeddedDeltaTable) -> None:
-    table.append(files(table._root, (7, "g", None)), START.moved_to(11, 0))
+def test_a_restore_is_noticed(lake: EmbeddedDeltaLake, table: DeltaLog) -> None:
+    table.exchange((), files(table.root, (7, "g", None)), START.moved_to(11, 0))
     table.require_untampered()
-    raw = DeltaTable(table._root)
+    raw = DeltaTable(table.root)
     raw.restore(0)
     raw.optimize.compact()
     with pytest.raises(LakeError, match="users was restored"):
@@ -187,26 +188,26 @@ def test_a_restore_is_noticed(lake: EmbeddedDeltaLake, table: EmbeddedDeltaTable
         found.require_untampered()
 
 
-def test_maintenance_by_others_is_no_tampering(table: EmbeddedDeltaTable) -> None:
-    table.append(files(table._root, (7, "g", None)), START.moved_to(11, 0))
-    raw = DeltaTable(table._root)
+def test_maintenance_by_others_is_no_tampering(table: DeltaLog) -> None:
+    table.exchange((), files(table.root, (7, "g", None)), START.moved_to(11, 0))
+    raw = DeltaTable(table.root)
     raw.optimize.compact()
     raw.vacuum(dry_run=False)
     table.require_untampered()
 
 
 def test_files_optimized_by_others_meanwhile_are_never_left_beside_new_ones(
-    table: EmbeddedDeltaTable,
+    table: DeltaLog,
 ) -> None:
-    table.append(files(table._root, (4, "d", None)), START.moved_to(11, 0))
+    table.exchange((), files(table.root, (4, "d", None)), START.moved_to(11, 0))
     (old, *_) = table.data_files()
-    DeltaTable(table._root).optimize.compact()
-    new = files(table._root, (7, "g", None))
+    DeltaTable(table.root).optimize.compact()
+    new = files(table.root, (7, "g", None))
     there = START.moved_to(12, 0)
     for write in (
         lambda: table.exchange([old], new, there),
         lambda: table.replace(new, COLUMNS, there),
-        lambda: table.append(new, there),
+        lambda: table.exchange((), new, there),
         lambda: table.merge(staged((1, "z", None, False, False)), PLAN, there),
         lambda: table.add_columns([pa.field("later", pa.int32())], there),
     ):
@@ -242,7 +243,7 @@ def test_leftovers_of_a_killed_load_are_not_adopted(lake: EmbeddedDeltaLake) -> 
     (log / "00000000000000000000.json#1").touch()
     assert lake.find("public", "users") is None
     table = lake.create("public", "users", files(root, (2, "b", None)), COLUMNS, START)
-    assert rows_of(table) == [(2, "b", None)]
+    assert rows_of(table.log) == [(2, "b", None)]
 
 
 def test_odd_names_have_directories_of_their_own(lake: EmbeddedDeltaLake) -> None:
@@ -254,7 +255,7 @@ def test_odd_names_have_directories_of_their_own(lake: EmbeddedDeltaLake) -> Non
     assert not any("=" in root for root in roots)
 
 
-def test_data_files_tell_their_bounds(table: EmbeddedDeltaTable) -> None:
-    (added,) = DeltaTable(table._root).get_add_actions(flatten=True).to_struct_array().to_pylist()
+def test_data_files_tell_their_bounds(table: DeltaLog) -> None:
+    (added,) = DeltaTable(table.root).get_add_actions(flatten=True).to_struct_array().to_pylist()
     assert (added["num_records"], added["min.id"], added["max.id"]) == (3, 1, 3)
     assert added["null_count.id"] == 0
