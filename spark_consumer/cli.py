@@ -9,9 +9,11 @@ import os
 import re
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from consumer_sdk.errors import CdcError, GapError, UsageError
+from consumer_sdk.transport.logfmt import LogfmtFormatter
 from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.transport.version import __version__
 from spark_consumer.errors import SetupError
@@ -224,7 +226,6 @@ class _Attempt:
         from spark_consumer.lake.directory import sole_job
         from spark_consumer.lake.embedded import EmbeddedDeltaLake
         from spark_consumer.lake.table_definition import TableOptions
-        from spark_consumer.runtime.logs import start_logging
         from spark_consumer.runtime.nats_thread import NatsThread
         from spark_consumer.runtime.session import open_session
         from spark_consumer.source.options import split_tables
@@ -241,7 +242,7 @@ class _Attempt:
         if options.nats:
             # Spark's own processes find NATS, and its password, where every reader does.
             os.environ["NATS_URL"] = options.nats
-        start_logging(options.log_level)
+        _start_logging(options.log_level)
         with NatsThread(nats_settings) as nats:
             # Bad settings show in a second, not after Spark has started.
             schemas = nats.run(lambda client: find_schemas(client, tables))
@@ -273,6 +274,24 @@ class _Attempt:
             with suppress(Py4JError, OSError):
                 spark.stop()
             self._java.end()
+
+
+def _start_logging(level: str) -> None:
+    """Send the job's own lines to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogfmtFormatter())
+    logger = logging.getLogger("spark_consumer")
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+    if not logger.isEnabledFor(logging.DEBUG):
+        # It logs what it raises as well, some of it in the root's name.
+        logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
+        logging.getLogger().addFilter(_not_of_py4j)
+
+
+def _not_of_py4j(record: logging.LogRecord) -> bool:
+    return "py4j" not in Path(record.pathname).parts
 
 
 def main() -> NoReturn:

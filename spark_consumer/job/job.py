@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from consumer_sdk.errors import CdcError, GapError, NotAvailable
+from consumer_sdk.errors import GapError, NotAvailable
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import format_table_name
-from spark_consumer.errors import LakeConflictError, SparkConsumerError
+from spark_consumer.errors import LakeConflictError
 from spark_consumer.job.batch_applier import BatchApplier, RebuildNeeded
 from spark_consumer.job.table_setup import TableSetup, find_schemas
 from spark_consumer.job.table_writer import TableWriter
@@ -24,7 +24,7 @@ from spark_consumer.lake.directory import sole_job
 from spark_consumer.lake.embedded import EmbeddedDeltaLake
 from spark_consumer.lake.records import LakeRecords
 from spark_consumer.lake.table_definition import TableOptions
-from spark_consumer.runtime.java import restored, root_cause
+from spark_consumer.runtime.failures import SlowStartError, explained
 from spark_consumer.runtime.nats_thread import NatsThread
 from spark_consumer.source.cdc_source import CdcSource
 from spark_consumer.source.snapshot_source import SnapshotSource
@@ -45,11 +45,6 @@ _CATCH_UP_SECONDS: Final = 30.0
 _RETRY_SECONDS: Final = 2.0
 _CONFLICTS: Final = 5
 _SLOW_START_SECONDS: Final = 300.0
-_SLOW_START: Final = "Python worker failed to connect back"
-
-
-class _SlowStartError(SparkConsumerError):
-    """Spark gave its reader process ten seconds to start; a busy machine may need longer."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ class SparkJob:
             try:
                 self._run()
             except (Py4JError, PySparkException, OSError) as error:
-                raise _told(error) from error
+                raise explained(error) from error
             event(
                 logger,
                 "done" if self._settings.once and not self._stopping.is_set() else "stopped",
@@ -105,7 +100,7 @@ class SparkJob:
         for source in (CdcSource, SnapshotSource):
             self._spark.dataSource.register(source)
         rebuild: set[tuple[str, str]] = set()
-        patience = time.monotonic() + _SLOW_START_SECONDS
+        slow_start_deadline = time.monotonic() + _SLOW_START_SECONDS
         with NatsThread(self._settings.nats) as nats:
             while not self._stopping.is_set():
                 try:
@@ -129,8 +124,8 @@ class SparkJob:
                     if self._conflicts > _CONFLICTS:
                         raise
                     event(logger, "trying again", level=logging.WARNING, reason=str(error))
-                except _SlowStartError:
-                    if time.monotonic() > patience:
+                except SlowStartError:
+                    if time.monotonic() > slow_start_deadline:
                         raise
                 else:
                     return
@@ -153,7 +148,7 @@ class SparkJob:
             schemas = nats.run(lambda client: find_schemas(client, settings.tables))
             return setup.prepare(schemas, rebuild)
         except Exception as error:
-            raise _told(error) from error
+            raise explained(error) from error
         finally:
             self.rows_loaded += setup.rows_loaded
 
@@ -177,20 +172,22 @@ class SparkJob:
                         query.stop()
                     break
         except Exception as error:
-            failure = self._noted_failure()
-            raise _told(error if failure is None else failure) from error
+            raise self._batch_failure() or explained(error) from error
         finally:
             self.events += applier.events
             if query.isActive:
                 query.stop()
-        failure = self._noted_failure()
+        failure = self._batch_failure()
         if failure is not None:
-            raise _told(failure)
+            raise failure
         applier.settle()
 
-    def _noted_failure(self) -> BaseException | None:
-        """What went wrong in the last batch, before Spark made a text of it."""
-        return self._failure
+    def _batch_failure(self) -> BaseException | None:
+        """What went wrong in the last batch; Spark keeps only its text."""
+        failure = self._failure
+        return (
+            failure if failure is None or isinstance(failure, RebuildNeeded) else explained(failure)
+        )
 
     def _start(self, tables: Sequence[KeptTable], applier: BatchApplier) -> StreamingQuery:
         settings = self._settings
@@ -250,20 +247,3 @@ class SparkJob:
                 if progress is not None and progress.lsn >= lsn:
                     break
                 self._stopping.wait(_POLL_SECONDS)
-
-
-def _told(error: BaseException) -> BaseException:
-    """The error as the operator should see it."""
-    original = restored(error)
-    if isinstance(original, (CdcError, RebuildNeeded)) or not isinstance(original, Exception):
-        return original
-    if _SLOW_START in str(original):
-        return _SlowStartError(
-            "Spark's Python processes do not start in time; is the machine busy?"
-        )
-    if isinstance(original, OSError):
-        return SparkConsumerError(f"the lake cannot be kept: {original}")
-    text = str(original)
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    reason = root_cause(text) or (lines[-1] if lines else type(original).__name__)
-    return SparkConsumerError(f"Spark failed: {reason}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 import uuid
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from consumer_sdk.errors import CorruptData
+from consumer_sdk.wire.checksums import snapshot_checksum
 from spark_consumer.lake.lake_table import LakePosition
 from spark_consumer.lake.parquet_files import DataFile, ParquetWriter
 from spark_consumer.lake.table_definition import DELETED, SYNCED_AT, define, lake_columns
@@ -82,8 +82,7 @@ def load_snapshot(
 
 def _verify(meta: SnapshotMeta, digests: dict[int, str], rows: int) -> None:
     what = f"snapshot {meta.snapshot_id} of {meta.schema}.{meta.table}"
-    joined = "".join(digests.get(number, "") for number in range(meta.batch_count))
-    if hashlib.sha256(joined.encode("ascii")).hexdigest() != meta.checksum:
+    if snapshot_checksum(digests, meta.batch_count) != meta.checksum:
         raise CorruptData(f"{what}: its chunks are not the ones the checksum is for")
     if rows != meta.row_count:
         raise CorruptData(f"{what}: {rows} rows read, {meta.row_count} written")

@@ -9,31 +9,16 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from consumer_sdk.wire import oids
-from consumer_sdk.wire.column_types import Column, family
+from consumer_sdk.wire import arrow_types
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
-MAX_DECIMAL_DIGITS: Final = 38
+    from consumer_sdk.wire.column_types import Column
 
 TIMESTAMPTZ: Final = pa.timestamp("us", tz="UTC")
 TIMESTAMP: Final = pa.timestamp("us")
 
-_INTEGERS: Final = {
-    oids.INT2: pa.int16(),
-    oids.INT4: pa.int32(),
-    oids.INT8: pa.int64(),
-    oids.OID: pa.int64(),
-}
-_FLOATS: Final = {oids.FLOAT4: pa.float32(), oids.FLOAT8: pa.float64()}
-_BY_FAMILY: Final = {
-    "bool": pa.bool_(),
-    "bytea": pa.binary(),
-    "timestamp": TIMESTAMP,
-    "timestamptz": TIMESTAMPTZ,
-    "date": pa.date32(),
-}
 # Integers by width, with the decimal digits each needs.
 _INTEGER_DIGITS: Final = {pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 # Each float holds these integers exactly.
@@ -45,30 +30,10 @@ _EXACT_IN: Final = {
 
 def arrow_type(column: Column) -> pa.DataType:
     """The lake's type for a column; what has no type of its own there is text."""
-    if column.family == "array":
-        return pa.list_(_scalar_type(column, column.element_oid))
-    return _scalar_type(column, column.base_type_oid)
-
-
-def _scalar_type(column: Column, oid: int) -> pa.DataType:
-    kind = family(oid)
-    if kind == "int":
-        return _INTEGERS[oid]
-    if kind == "float":
-        return _FLOATS[oid]
-    if kind == "numeric":
-        return _decimal_type(column.numeric_precision, column.numeric_scale)
-    return _BY_FAMILY.get(kind, pa.string())
-
-
-def _decimal_type(precision: int | None, scale: int | None) -> pa.DataType:
-    if precision is None or scale is None:
-        return pa.string()
-    # PostgreSQL 15 allows numeric(3, 5) and numeric(3, -2); decimals need 0 <= scale <= precision.
-    digits = max(precision, scale) if scale >= 0 else precision - scale
-    if digits > MAX_DECIMAL_DIGITS:
-        return pa.string()
-    return pa.decimal128(digits, max(scale, 0))
+    found = arrow_types.arrow_type(
+        column.base_type_oid, column.element_oid, column.type_modifier, widen_decimals=True
+    )
+    return found.build(pa)
 
 
 def is_text(type_: pa.DataType) -> bool:
@@ -117,7 +82,7 @@ def _wider(a: pa.DataType, b: pa.DataType, *, numeric: bool) -> pa.DataType | No
     digits_a, digits_b = _decimal_digits(a), _decimal_digits(b)
     if digits_a and digits_b:
         before, after = (max(pair) for pair in zip(digits_a, digits_b, strict=True))
-        if before + after <= MAX_DECIMAL_DIGITS:
+        if before + after <= arrow_types.LARGEST_DECIMAL_DIGITS:
             return pa.decimal128(before + after, after)
     return None
 

@@ -17,9 +17,9 @@ from deltalake import CommitProperties, DeltaTable, Schema, Transaction, WriterP
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
+from consumer_sdk.transport.logfmt import event
 from spark_consumer.errors import LakeConflictError, LakeError
 from spark_consumer.lake.lake_table import LakePosition
-from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,8 +1,9 @@
-"""Spark's Java: which one to use, its process, and one line out of the errors that come from it.
+"""Spark's Java: which one to use, and its process.
 
-The process is started here, not by PySpark, so that it ends with this one at any moment: whoever
-interrupts PySpark while it waits for Java leaves a Java behind. The protocol is PySpark's own:
-pyspark/java_gateway.py and PythonGatewayServer, which ends at the end of its input.
+The process is started here, not by PySpark, so that the command can end it at any moment: PySpark
+does not tell whom it waits for while Java starts. The protocol is PySpark's own, as in
+pyspark/java_gateway.py: Java writes its port into a file, and ends at the end of its standard
+input. So it ends with this process in any case, a SIGKILL included.
 """
 
 from __future__ import annotations
@@ -24,13 +25,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
-import consumer_sdk.errors
-import spark_consumer.errors
-from consumer_sdk.errors import CdcError
 from spark_consumer.errors import SetupError
+from spark_consumer.runtime.failures import start_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
 OLDEST_VERSION: Final = 17
 _VERSION: Final = re.compile(r'version "(\d+)')
@@ -49,6 +48,14 @@ while [ "$count" -gt 0 ]; do
 done
 exec {java} "$@"
 """
+
+_POLL_SECONDS: Final = 0.05
+_KEPT_LINES: Final = 2_000
+_END_SECONDS: Final = 10.0
+_KILL_SECONDS: Final = 3.0
+# Java's remarks on flags that Spark's launcher always gives it.
+_REMARKS: Final = (b"WARNING: Using incubator modules", b"WARNING: package sun.")
+_STDERR: Final = 2
 
 
 def prepare_java(environment: Mapping[str, str] | None = None) -> str | None:
@@ -104,177 +111,74 @@ def _shim_for(java: Path) -> str:
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     script = home / "bin" / "java"
     script.parent.mkdir()
-    quoted = "'" + str(java).replace("'", "'\\''") + "'"
-    script.write_text(_SHIM.format(java=quoted))
+    script.write_text(_SHIM.format(java=shlex.quote(str(java))))
     script.chmod(0o755)
     return str(home)
 
 
-_THROWN: Final = re.compile(
-    r"^(?:\s*Caused by: |Exception in thread \"[^\"]*\" |: )?"
-    r"((?:[A-Za-z_$][\w$]*\.)+[A-Z][\w$]*)(?:: (.*))?$"
-)
-_PYTHON: Final = "Traceback (most recent call last)"
-_UNSPOKEN: Final = "it says nothing"
-_DULL: Final = re.compile(
-    r"Error: (?:Could not create the Java Virtual Machine|A fatal exception has occurred)"
-)
-
-
-def root_cause(text: str) -> str | None:
-    """The message of the last cause in a Java stack trace; None where there is no such trace.
-
-    A message without blanks, such as a host's name, says little: its exception's name goes first.
-    """
-    found: tuple[str, str] | None = None
-    lines = text.splitlines()
-    for index, line in enumerate(lines):
-        match = _THROWN.match(line)
-        if match is None or (found is not None and not line.lstrip().startswith("Caused by: ")):
-            continue
-        message = (match[2] or "").strip()
-        if message.startswith(_PYTHON):
-            message = _python_error(lines[index + 1 :])
-        found = match[1].rpartition(".")[2], message
-    if found is None:
-        return None
-    name, message = found
-    if not message:
-        return name
-    return message if " " in message else f"{name}: {message}"
-
-
-def _python_error(lines: Sequence[str]) -> str:
-    """The last line of a Python traceback that Java has taken for its message."""
-    last = ""
-    for line in lines:
-        if line.startswith("\tat "):
-            break
-        last = line.strip() or last
-    return last
-
-
-def start_failure(lines: Sequence[str]) -> str:
-    """Why a Java that ended at once did so, from what it printed."""
-    cause = root_cause("\n".join(lines))
-    if cause is not None:
-        return cause
-    spoken = [line.strip() for line in lines if line.strip()]
-    telling = [line for line in spoken if _DULL.match(line) is None]
-    return next(iter(telling or spoken), _UNSPOKEN)
-
-
-_RAISED: Final = re.compile(r"^(?:consumer_sdk|spark_consumer)\.errors\.(\w+): (.+)$", re.MULTILINE)
-
-
-def restored(error: BaseException) -> BaseException:
-    """The error that an executor or Spark's reader process raised, as it was; else the error."""
-    if isinstance(error, CdcError):
-        return error
-    found = _RAISED.findall(str(error))
-    if not found:
-        return error
-    name, message = found[-1]
-    kind = getattr(consumer_sdk.errors, name, None) or getattr(spark_consumer.errors, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, CdcError)):
-        return error
-    original = kind.__new__(kind)
-    Exception.__init__(original, message.strip())
-    return original
-
-
-_POLL_SECONDS: Final = 0.05
-_KEPT_LINES: Final = 2_000
-_END_SECONDS: Final = 10.0
-_KILL_SECONDS: Final = 3.0
-# What Java says of the flags that Spark's launcher always gives it.
-_NOISE: Final = (b"WARNING: Using incubator modules", b"WARNING: package sun.")
-_STDERR: Final = 2
-# Ctrl-C is for us: Java and the Python processes it starts go on until we end them.
-_DEAF: Final = ("/bin/sh", "-c", 'trap "" INT; exec "$0" "$@"')
-
-
 class JavaProcess:
-    """One process, started at most once; `kill` from another thread ends it, or keeps it from
-    starting.
+    """The driver's Java, started at most once; any thread may end it.
 
-    Its output is held back until `tell`, then goes to standard error.
+    Its output is kept back while it starts, so that a failure can be told in one line.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._killed = False
-        self._telling = False
-        self._said: deque[bytes] = deque(maxlen=_KEPT_LINES)
-        self._listener: threading.Thread | None = None
+        self._output: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._kept_back: deque[bytes] | None = deque(maxlen=_KEPT_LINES)
 
     def start(self, settings: Mapping[str, str]) -> tuple[int, str]:
-        """Start it; the port and the secret of its gateway. SetupError says why there is none."""
+        """Start it; the port and the secret of its gateway. SetupError says why it did not start.
+
+        It runs in a session of its own, so that a Ctrl-C in the terminal does not reach it.
+        """
         from pyspark.find_spark_home import _find_spark_home
 
-        command = [*_DEAF, str(Path(_find_spark_home(), "bin", "spark-submit"))]
+        command = [str(Path(_find_spark_home(), "bin", "spark-submit"))]
         for key, value in settings.items():
             command += ["--conf", f"{key}={value}"]
         command += shlex.split(os.environ.get("PYSPARK_SUBMIT_ARGS", "pyspark-shell"))
         with tempfile.TemporaryDirectory(prefix="tailrace-gateway-") as directory:
             answer = Path(directory, "connection")
-            try:
-                process = self._launch(command, answer)
-                while not answer.exists():
-                    if process.poll() is not None:
-                        raise SetupError(f"Spark does not start: {self._reason()}")
-                    time.sleep(_POLL_SECONDS)
-                return _connection(answer.read_bytes())
-            except BaseException:
-                self.kill()
-                raise
-
-    def _launch(self, command: list[str], answer: Path) -> subprocess.Popen[bytes]:
-        environment = {
-            **os.environ,
-            "SPARK_CONNECT_MODE": "0",
-            "_PYSPARK_DRIVER_CONN_INFO_PATH": str(answer),
-        }
-        with self._lock:
-            if self._killed:
-                raise SetupError("Spark does not start: it was interrupted")
-            process = subprocess.Popen(
+            gateway = {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(answer)}
+            process = self._process = subprocess.Popen(
                 command,
-                env=environment,
+                env=os.environ | gateway,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            self._process = process
-        atexit.register(self.end)
-        assert process.stdout is not None
-        self._listener = threading.Thread(
-            target=self._listen, args=(process.stdout,), name="tailrace-java", daemon=True
-        )
-        self._listener.start()
-        return process
+            assert process.stdout is not None
+            self._output = threading.Thread(
+                target=self._read_output, args=[process.stdout], name="tailrace-java", daemon=True
+            )
+            self._output.start()
+            try:
+                while not answer.exists():
+                    if process.poll() is not None:
+                        raise SetupError(f"Spark does not start: {self._start_failure()}")
+                    time.sleep(_POLL_SECONDS)
+                port, length = struct.unpack_from(">ii", content := answer.read_bytes())
+                return port, content[8 : 8 + length].decode()
+            except BaseException:
+                self.kill()
+                raise
 
-    def tell(self) -> None:
-        """Pass on what it has said and what it will say."""
+    def pass_output_on(self) -> None:
+        """Write to standard error what it has printed, and from now on what it prints."""
         with self._lock:
-            self._telling = True
-            while self._said:
-                _write(self._said.popleft())
-
-    def said(self) -> list[str]:
-        """What it has said and was not told."""
-        with self._lock:
-            return [line.decode(errors="replace").rstrip("\r\n") for line in self._said]
+            for line in self._kept_back or ():
+                _write(line)
+            self._kept_back = None
 
     def end(self) -> None:
         """Let it end in good order; kill it if it does not. Returns when it is gone."""
         process = self._process
         if process is None:
             return
-        atexit.unregister(self.end)
-        _leave_gateway()
+        _close_gateway()
         assert process.stdin is not None
         process.stdin.close()
         try:
@@ -283,10 +187,8 @@ class JavaProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once, or keep it from starting."""
-        with self._lock:
-            self._killed = True
-            process = self._process
+        """End it at once."""
+        process = self._process
         if process is None or process.poll() is not None:
             return
         # The first lets it remove its temporary files, the second reaches what is left.
@@ -295,21 +197,23 @@ class JavaProcess:
                 os.killpg(process.pid, number)
                 process.wait(_KILL_SECONDS)
 
-    def _reason(self) -> str:
-        if self._listener is not None:
-            self._listener.join(_END_SECONDS)
-        return start_failure(self.said())
+    def _start_failure(self) -> str:
+        assert self._output is not None
+        self._output.join(_END_SECONDS)
+        with self._lock:
+            lines = [line.decode(errors="replace").rstrip() for line in self._kept_back or ()]
+        return start_failure(lines)
 
-    def _listen(self, output: IO[bytes]) -> None:
+    def _read_output(self, output: IO[bytes]) -> None:
         with output:
             for line in output:
-                if line.startswith(_NOISE):
+                if line.startswith(_REMARKS):
                     continue
                 with self._lock:
-                    if self._telling:
+                    if self._kept_back is None:
                         _write(line)
                     else:
-                        self._said.append(line)
+                        self._kept_back.append(line)
 
 
 @contextmanager
@@ -324,8 +228,8 @@ def known_gateway(port: int, secret: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _leave_gateway() -> None:
-    """Close PySpark's side, which would go on to send what its garbage collection finds."""
+def _close_gateway() -> None:
+    """Close PySpark's side: its garbage collection would go on to send to Java."""
     from py4j.protocol import Py4JError
     from pyspark import SparkContext
 
@@ -337,12 +241,7 @@ def _leave_gateway() -> None:
         SparkContext._jvm = None
 
 
-def _connection(answer: bytes) -> tuple[int, str]:
-    port, length = struct.unpack_from(">ii", answer)
-    return port, answer[8 : 8 + length].decode()
-
-
 def _write(line: bytes) -> None:
-    """To standard error itself, where a child without a pipe would write."""
+    """To the descriptor itself: standard error may be redirected in Python, not for a child."""
     with suppress(OSError):
         os.write(_STDERR, line)

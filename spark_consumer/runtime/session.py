@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from consumer_sdk.transport.holds import hold
 from spark_consumer.errors import SetupError
-from spark_consumer.runtime.java import JavaProcess, known_gateway, prepare_java, root_cause
+from spark_consumer.runtime.failures import root_cause
+from spark_consumer.runtime.java import JavaProcess, known_gateway, prepare_java
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,12 +88,12 @@ def open_session(
         return _opened(builder)
     java = java or JavaProcess()
     if traced:
-        java.tell()
+        java.pass_output_on()
     own = {"spark.app.name": name} if master is None else {"spark.app.name": name, _MASTER: master}
     with known_gateway(*java.start({**settings, **own})):
         hold("spark-before-session")
         session = _opened(builder)
-    java.tell()
+    java.pass_output_on()
     return session
 
 

@@ -48,7 +48,7 @@ async def take_snapshot(
 ) -> tuple[SnapshotMeta, TableSchema]:
     """A complete snapshot and the schema that its rows have.
 
-    Arrow chunks where the bridge can write them, else whatever it writes.
+    Arrow chunks, or after a first failure the bridge's own format: it may lack pyarrow.
     """
     chunk_format: str | None = "arrow"
     for _ in range(_ATTEMPTS):
@@ -56,8 +56,8 @@ async def take_snapshot(
             snapshot = await client.snapshot(
                 table, fresh=fresh, format=chunk_format, progress=progress
             )
-        except SnapshotFailed as error:
-            if chunk_format is None or "arrow" not in str(error).lower():
+        except SnapshotFailed:
+            if chunk_format is None:
                 raise
             chunk_format = None
             continue

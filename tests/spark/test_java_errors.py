@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spark_consumer.runtime.java import root_cause, start_failure
+from spark_consumer.runtime.failures import root_cause, start_failure
 
 CHAIN = """An error occurred while calling o90.start.
 : org.apache.spark.SparkException: [STREAM] the query cannot start

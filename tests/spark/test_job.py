@@ -374,10 +374,10 @@ def test_a_run_ends_with_a_summary(
     bridge_process()
     lines: list[dict[str, Any]] = []
 
-    def note(_: object, event: str, **fields: Any) -> None:
+    def log(_: object, event: str, **fields: Any) -> None:
         lines.append({"event": event, **fields})
 
-    monkeypatch.setattr("spark_consumer.job.job.note", note)
+    monkeypatch.setattr("spark_consumer.job.job.event", log)
     jobs.once("users")
     database.execute("INSERT INTO users VALUES (4), (5)")
     jobs.once("users")

@@ -1,0 +1,109 @@
+"""Errors of Spark as one line: out of Java's stack traces, and out of other processes.
+
+Spark keeps only the text of what an executor or its reader process raised.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import consumer_sdk.errors
+import spark_consumer.errors
+from consumer_sdk.errors import CdcError
+from spark_consumer.errors import SparkConsumerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_THROWN: Final = re.compile(
+    r"^(?:\s*Caused by: |Exception in thread \"[^\"]*\" |: )?"
+    r"((?:[A-Za-z_$][\w$]*\.)+[A-Z][\w$]*)(?:: (.*))?$"
+)
+_SLOW_START: Final = "Python worker failed to connect back"
+_PYTHON: Final = "Traceback (most recent call last)"
+_SILENT: Final = "it says nothing"
+_GENERAL: Final = re.compile(
+    r"Error: (?:Could not create the Java Virtual Machine|A fatal exception has occurred)"
+)
+
+
+def root_cause(text: str) -> str | None:
+    """The message of the last cause in a Java stack trace; None where there is no such trace.
+
+    A message without blanks, such as a host's name, says little: its exception's name goes first.
+    """
+    found: tuple[str, str] | None = None
+    lines = text.splitlines()
+    for index, line in enumerate(lines):
+        match = _THROWN.match(line)
+        if match is None or (found is not None and not line.lstrip().startswith("Caused by: ")):
+            continue
+        message = (match[2] or "").strip()
+        if message.startswith(_PYTHON):
+            message = _python_error(lines[index + 1 :])
+        found = match[1].rpartition(".")[2], message
+    if found is None:
+        return None
+    name, message = found
+    if not message:
+        return name
+    return message if " " in message else f"{name}: {message}"
+
+
+def _python_error(lines: Sequence[str]) -> str:
+    """The last line of a Python traceback that Java has taken for its message."""
+    last = ""
+    for line in lines:
+        if line.startswith("\tat "):
+            break
+        last = line.strip() or last
+    return last
+
+
+def start_failure(lines: Sequence[str]) -> str:
+    """Why a Java that ended at once did so, from what it printed."""
+    cause = root_cause("\n".join(lines))
+    if cause is not None:
+        return cause
+    spoken = [line.strip() for line in lines if line.strip()]
+    telling = [line for line in spoken if _GENERAL.match(line) is None]
+    return next(iter(telling or spoken), _SILENT)
+
+
+_RAISED: Final = re.compile(r"^(?:consumer_sdk|spark_consumer)\.errors\.(\w+): (.+)$", re.MULTILINE)
+
+
+def restored(error: BaseException) -> BaseException:
+    """The error that an executor or Spark's reader process raised, as it was; else the error."""
+    if isinstance(error, CdcError):
+        return error
+    found = _RAISED.findall(str(error))
+    if not found:
+        return error
+    name, message = found[-1]
+    kind = getattr(consumer_sdk.errors, name, None) or getattr(spark_consumer.errors, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, CdcError)):
+        return error
+    original = kind.__new__(kind)
+    Exception.__init__(original, message.strip())
+    return original
+
+
+class SlowStartError(SparkConsumerError):
+    """Spark gave its reader process ten seconds to start; a busy machine may need longer."""
+
+
+def explained(error: BaseException) -> BaseException:
+    """The error as the operator should see it: as it was raised, or Spark's cause in one line."""
+    original = restored(error)
+    if isinstance(original, CdcError) or not isinstance(original, Exception):
+        return original
+    text = str(original)
+    if _SLOW_START in text:
+        return SlowStartError("Spark's Python processes do not start in time; is the machine busy?")
+    if isinstance(original, OSError):
+        return SparkConsumerError(f"the lake cannot be kept: {original}")
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    reason = root_cause(text) or (lines[-1] if lines else type(original).__name__)
+    return SparkConsumerError(f"Spark failed: {reason}")
