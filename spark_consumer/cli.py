@@ -19,7 +19,7 @@ from consumer_sdk.transport.version import __version__
 from spark_consumer.errors import SetupError
 from spark_consumer.lake.directory import lake_directory, require_place
 from spark_consumer.runtime.java import JavaProcess
-from spark_consumer.runtime.signals import Interrupted, run_attended
+from spark_consumer.runtime.signals import Interrupted, run_interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -195,7 +195,7 @@ def _require_packages() -> None:
 
 def _run_job(options: argparse.Namespace) -> int:
     attempt = _Attempt(options)
-    run_attended(attempt.work, ask=attempt.stop, force=attempt.abandon)
+    run_interruptible(attempt.work, attempt.stop, attempt.kill)
     return 0
 
 
@@ -214,8 +214,8 @@ class _Attempt:
             job.stop()
         return job is not None
 
-    def abandon(self) -> None:
-        """End at once: whatever is not committed has never been."""
+    def kill(self) -> None:
+        """End Java at once; what is not committed is not in the lake."""
         self._java.kill()
 
     def work(self) -> None:

@@ -6,7 +6,7 @@ SparkConsumerError        look at Spark: it failed, for the reason given
     UnrepresentableError  decide what to do with values Spark cannot hold (--unrepresentable)
     SchemaChangeError     rebuild the table: its columns changed in a way that needs it
     LakeBusyError         end the other job, or give it all tables
-    LakeConflictError     try again: somebody else committed to a table at the same time
+    LakeConflictError     try again: somebody else committed to a table meanwhile
     LakeError             look at the lake: another table, a restored or foreign version
         LakeOptionsError  give the options that the lake's table was made with
 
@@ -55,7 +55,7 @@ class LakeBusyError(SparkConsumerError):
 
 
 class LakeConflictError(SparkConsumerError):
-    """A table has a commit that the one under way did not know of; nothing was written."""
+    """Somebody else committed to the table meanwhile; nothing was written."""
 
     exit_code = 4
 

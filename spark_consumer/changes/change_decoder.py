@@ -24,12 +24,9 @@ from consumer_sdk.wire.envelope import (
 from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
 from consumer_sdk.wire.jsonb import jsonb_text
 from spark_consumer.changes.change_rows import (
-    COMMIT_LSN,
     OLD,
-    OPERATION,
-    SEQ,
-    UNCHANGED,
     ChangeFacts,
+    changes_schema,
 )
 from spark_consumer.errors import SchemaChangeError
 from spark_consumer.lake.column_mapping import arrow_type, is_text, widened
@@ -47,23 +44,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 _ROW_OPERATIONS: Final = {"INSERT": "insert", "UPDATE": "update", "DELETE": "delete"}
 BATCH_ROWS: Final = 10_000
-
-
-def changes_schema(definition: TableDefinition) -> pa.Schema:
-    """The Arrow schema of a table's changes, under plain names; see `fold.change_schema`."""
-    plain = definition.plain_names
-    columns = {one.name: pa.field(plain[one.name], one.type) for one in definition.columns}
-    old = pa.struct([columns[name] for name in definition.identity])
-    return pa.schema(
-        [
-            pa.field(COMMIT_LSN, pa.int64()),
-            pa.field(SEQ, pa.int64()),
-            pa.field(OPERATION, pa.string()),
-            pa.field(OLD, old),
-            pa.field(UNCHANGED, pa.list_(pa.string())),
-            *columns.values(),
-        ]
-    )
 
 
 class _Projection:

@@ -1,9 +1,18 @@
-"""The columns that a DataFrame of changes and its folded form have beside those of the table."""
+"""Changes of one table as rows: their columns, and what the fold must know of a set of them.
+
+Columns that begin with an underscore stand beside those of the table, in the changes themselves or
+in their folded form.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from spark_consumer.lake.table_definition import TableDefinition
 
 COMMIT_LSN: Final = "_commit_lsn"
 SEQ: Final = "_seq"
@@ -45,3 +54,25 @@ class ChangeFacts:
             unchanged=self.unchanged | other.unchanged,
             moved_unchanged=self.moved_unchanged | other.moved_unchanged,
         )
+
+
+def changes_schema(definition: TableDefinition) -> pa.Schema:
+    """The Arrow schema of a table's changes; the table's columns have plain names.
+
+    `_operation` is insert, update, delete or truncate; `_old` holds the old identity columns of an
+    UPDATE that changed one of them (of a table without key: of every UPDATE); `_unchanged` names
+    the columns that the UPDATE does not carry. A DELETE carries its identity columns at least.
+    """
+    plain = definition.plain_names
+    columns = {one.name: pa.field(plain[one.name], one.type) for one in definition.columns}
+    old = pa.struct([columns[name] for name in definition.identity])
+    return pa.schema(
+        [
+            pa.field(COMMIT_LSN, pa.int64()),
+            pa.field(SEQ, pa.int64()),
+            pa.field(OPERATION, pa.string()),
+            pa.field(OLD, old),
+            pa.field(UNCHANGED, pa.list_(pa.string())),
+            *columns.values(),
+        ]
+    )

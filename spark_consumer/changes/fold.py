@@ -1,9 +1,12 @@
 """Many changes to one: pure functions from a DataFrame of changes to their net effect on a table.
 
-A change is a row of `change_schema`. Order is the position in the source's history, never the order
-of arrival, so that a change that comes twice counts once. Each column takes its newest value,
-because an UPDATE leaves out TOASTed values that it did not touch; such a value travels with its row
-from key to key.
+A change is a row of `changes_schema`. Changes are ordered by their position in the source's
+history, not by their arrival, so a change that comes twice counts once. Each column takes its
+newest value, because an UPDATE leaves out TOASTed values that it did not touch.
+
+An UPDATE that changes the key and leaves a value out says only which key the row had before. The
+value is that of the row there just before: an earlier change carried it, or it came from a third
+key in the same way, or the table had it before the changes.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def fold_keyed(
     if keep_deleted:
         aggregates.append(fn.max(fn.when(live, fn.struct(*position, *settled))).alias(_ROW))
     for index, name in enumerate(loose):
-        missing = fn.coalesce(fn.array_contains(UNCHANGED, name), fn.lit(False))
+        missing = _left_out(name)
         came_along = missing & fn.col(OLD).isNotNull()
         candidate = fn.struct(
             *position,
@@ -83,7 +86,7 @@ def fold_keyed(
     row = _ROW if keep_deleted else _NEWEST
     for index, name in enumerate(loose):
         if name in facts.moved_unchanged:
-            folded = with_traced_values(folded, f"_loose{index}", steps, name, key, base)
+            folded = _with_traced_values(folded, f"_loose{index}", steps, name, key, base)
     keep = [
         fn.when(fn.col(f"_loose{index}").isNull(), fn.lit(name)) for index, name in enumerate(loose)
     ]
@@ -97,6 +100,11 @@ def fold_keyed(
         fn.col(_NEWEST)[DELETED].alias(DELETED),
         _names(keep).alias(KEEP),
     )
+
+
+def _left_out(name: str) -> Column:
+    """Whether the change does not carry the column's value."""
+    return fn.coalesce(fn.array_contains(UNCHANGED, name), fn.lit(False))
 
 
 def _names(candidates: Sequence[Column]) -> Column:
@@ -170,7 +178,7 @@ def fold_bag(changes: DataFrame, columns: Sequence[str], facts: ChangeFacts) -> 
     )
 
 
-def with_traced_values(
+def _with_traced_values(
     folded: DataFrame,
     slot: str,
     steps: DataFrame,
@@ -200,12 +208,12 @@ def _move_at(commit_lsn: Column, seq: Column) -> Column:
 
 
 def _links(steps: DataFrame, name: str, key: Sequence[str]) -> DataFrame:
-    """For each change of key that left the value out, where its row got the value before.
+    """For each change of key that left the value out, where the row got the value from.
 
-    `_next` is an earlier such change of key; without it `_found` tells whether a change carried
-    the value, else it is in the table at `_origin`.
+    `_next` is an earlier such change of key. Where there is none, `_found` says whether a change
+    carried the value; if not, it is in the table at `_origin`.
     """
-    missing = fn.coalesce(fn.array_contains(UNCHANGED, name), fn.lit(False))
+    missing = _left_out(name)
     came_along = missing & fn.col(OLD).isNotNull()
     history = steps.where(~fn.col(DELETED) & (~missing | came_along)).select(
         fn.struct(*key).alias(_ORIGIN),

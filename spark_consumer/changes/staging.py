@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from spark_consumer.changes.change_decoder import ChangeDecoder, changes_schema
-from spark_consumer.changes.change_rows import ChangeFacts
+from spark_consumer.changes.change_decoder import ChangeDecoder
+from spark_consumer.changes.change_rows import ChangeFacts, changes_schema
 from spark_consumer.lake.parquet_files import ParquetWriter
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def stage_changes(
 ) -> dict[str, StagedChanges]:
     """Decode the messages of the planned tables below `directory`; the outcome by token.
 
-    `messages` is a DataFrame of `stored_messages.MESSAGE_SCHEMA`.
+    `messages` is a DataFrame of `message_rows.MESSAGE_SCHEMA`.
     """
     staged = {plan.token: StagedChanges() for plan in plans}
     for row in messages.mapInArrow(_stager(plans, directory), REPORT_DDL).collect():

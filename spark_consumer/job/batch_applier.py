@@ -1,7 +1,7 @@
 """One batch of the stream into all tables: what `foreachBatch` calls.
 
-Tables are committed one after another, each with its own position; whatever happens in between, the
-next batch gives each table exactly what it has not seen.
+Tables are committed one after another, each with its own position. If the job ends in between, the
+next batch gives each table exactly the changes that it does not have.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class BatchApplier:
         self._policy = policy
         self._rebootstrap = rebootstrap
         self._reached: dict[str, int] = {}
-        self._listed: Mapping[str, int] = {}
+        self._manifested: Mapping[str, int] = {}
         self._advanced_at = time.monotonic()
         for kept in self._tables:
-            self._note_reached(kept.position.source, kept.position.commit_lsn)
+            self._advance_reached(kept.position.source, kept.position.commit_lsn)
         self.end: dict[str, int] = {}
         self.events = 0
 
@@ -91,7 +91,7 @@ class BatchApplier:
         messages = frame.persist(StorageLevel.DISK_ONLY)
         directory = f"{self._records.staging}/batch-{uuid.uuid4().hex}"
         try:
-            end = self._look(messages)
+            end = self._read_control_messages(messages)
             for kept in self._tables:
                 kept.table.require_untampered()
             hold("spark-before-staging")
@@ -102,7 +102,7 @@ class BatchApplier:
             shutil.rmtree(directory, ignore_errors=True)
         self.end = end
         self.events += count
-        self._list_versions(end)
+        self._append_to_manifest(end)
         hold("spark-before-checkpoint")
         for kept in self._tables:
             kept.table.tend()
@@ -119,17 +119,17 @@ class BatchApplier:
                 behind=max(0, self._last_stored() - reached),
             )
 
-    def settle(self) -> None:
-        """At a graceful end: note in idle tables too how far the stream has been read."""
+    def advance_idle_tables(self) -> None:
+        """At a graceful end: commit to tables without changes too how far the stream was read."""
         for kept in self._tables:
             end = self.end.get(kept.position.source, 0)
             if end > kept.position.stream_seq:
-                # Announcements of columns are passed by here too, and do not come again.
+                # The stream is not read again from before the newest schema message.
                 there = kept.position.moved_to(end, 0, kept.schema.schema_version)
                 self._writer.apply(kept, StagedChanges(), there, 0)
-        self._list_versions(self.end)
+        self._append_to_manifest(self.end)
 
-    def _look(self, messages: DataFrame) -> dict[str, int]:
+    def _read_control_messages(self, messages: DataFrame) -> dict[str, int]:
         """Read what is not a change: the range of the batch, progress, schema versions."""
         token, operation = fn.col("token"), fn.col("operation")
         control = messages.where(token.startswith("$") | (operation == "schema")).collect()
@@ -143,16 +143,16 @@ class BatchApplier:
                     {CONTENT_TYPE: row["content_type"]}, bytes(row["payload"])
                 )
                 if row["token"] == PROGRESS:
-                    self._note_progress(row["stream_seq"], Progress.from_document(document))
+                    self._follow_progress(row["stream_seq"], Progress.from_document(document))
                 elif row["operation"] == "schema":
-                    self._note_schema(row["stream_seq"], TableSchema.from_document(document))
+                    self._follow_schema(row["stream_seq"], TableSchema.from_document(document))
             except WireError as error:
                 raise CorruptData(
                     f"message {row['stream_seq']} of the change stream: {error}"
                 ) from error
         return end
 
-    def _note_progress(self, stream_seq: int, progress: Progress) -> None:
+    def _follow_progress(self, stream_seq: int, progress: Progress) -> None:
         for kept in self._tables:
             position = kept.position
             if position.source != progress.source or stream_seq <= position.stream_seq:
@@ -168,12 +168,12 @@ class BatchApplier:
             if self._rebootstrap:
                 raise RebuildNeeded(kept, gap.reason)
             raise GapError(gap.reason, position.stream_seq + 1, stream_seq)
-        self._note_reached(progress.source, progress.lsn)
+        self._advance_reached(progress.source, progress.lsn)
 
-    def _note_reached(self, source: str, commit_lsn: int) -> None:
+    def _advance_reached(self, source: str, commit_lsn: int) -> None:
         self._reached[source] = max(self._reached.get(source, 0), commit_lsn)
 
-    def _note_schema(self, stream_seq: int, schema: TableSchema) -> None:
+    def _follow_schema(self, stream_seq: int, schema: TableSchema) -> None:
         """Follow a table to a new version before its first row comes."""
         wanted = table_token(schema.schema, schema.table)
         for kept in self._tables:
@@ -239,7 +239,7 @@ class BatchApplier:
             version = kept.schema.schema_version
             position = kept.position.moved_to(stop, changes.commit_lsn, version)
             self._writer.apply(kept, changes, position, now_us)
-            self._note_reached(position.source, position.commit_lsn)
+            self._advance_reached(position.source, position.commit_lsn)
             count += changes.facts.count
         if idle:
             self._advanced_at = time.monotonic()
@@ -251,8 +251,8 @@ class BatchApplier:
     def _last_stored(self) -> int:
         return self._nats.run(lambda client: client.log().bounds()).last
 
-    def _list_versions(self, end: Mapping[str, int]) -> None:
-        """Add to the manifest, if all tables show the same moment and something has changed."""
+    def _append_to_manifest(self, end: Mapping[str, int]) -> None:
+        """Add an entry if all tables are at the same position and one has a new version."""
         for kept in self._tables:
             position = kept.position
             source = position.source
@@ -265,11 +265,11 @@ class BatchApplier:
                     and progress.epoch == position.epoch
                     and progress.stream_seq <= end[source]
                 ):
-                    self._note_reached(source, progress.lsn)
+                    self._advance_reached(source, progress.lsn)
             if position.complete_at > self._reached[source]:
                 return
         versions = {kept.name: kept.table.version for kept in self._tables}
-        if versions == self._listed:
+        if versions == self._manifested:
             return
         epochs = {kept.position.source: kept.position.epoch for kept in self._tables}
         self._records.manifest.append(
@@ -282,4 +282,4 @@ class BatchApplier:
                 tables=versions,
             )
         )
-        self._listed = versions
+        self._manifested = versions

@@ -71,9 +71,9 @@ class SparkJob:
         self._records = LakeRecords(self._lake.directory)
         self._writer = TableWriter(spark, settings.options)
         self._stopping = threading.Event()
-        self._at_work = threading.Lock()
+        self._batch_lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._began = False
+        self._applied_any = False
         self._conflicts = 0
         self.rows_loaded = 0
         self.events = 0
@@ -115,7 +115,7 @@ class SparkJob:
                         raise
                     event(logger, "gap", level=logging.WARNING, reason=str(gap))
                 except NotAvailable as error:
-                    if self._settings.once or not self._began:
+                    if self._settings.once or not self._applied_any:
                         raise
                     event(logger, "waiting", level=logging.WARNING, reason=str(error))
                     self._stopping.wait(_RETRY_SECONDS)
@@ -154,7 +154,7 @@ class SparkJob:
 
     def _follow(self, nats: NatsThread, tables: Sequence[KeptTable]) -> None:
         if self._settings.once:
-            self._wait_for_one_moment(nats, tables)
+            self._wait_for_snapshot_lsn(nats, tables)
         applier = BatchApplier(
             tables,
             self._writer,
@@ -168,7 +168,7 @@ class SparkJob:
         try:
             while not query.awaitTermination(_POLL_SECONDS):  # type: ignore[arg-type]
                 if self._stopping.is_set():
-                    with self._at_work:
+                    with self._batch_lock:
                         query.stop()
                     break
         except Exception as error:
@@ -180,7 +180,7 @@ class SparkJob:
         failure = self._batch_failure()
         if failure is not None:
             raise failure
-        applier.settle()
+        applier.advance_idle_tables()
 
     def _batch_failure(self) -> BaseException | None:
         """What went wrong in the last batch; Spark keeps only its text."""
@@ -207,23 +207,23 @@ class SparkJob:
             .option("partitions", str(max(1, self._spark.sparkContext.defaultParallelism)))
             .option("prefix", settings.nats.prefix)
         )
-        # An address with a password stays out of sight: it comes from the environment.
+        # Spark shows options: an address with a password comes from the environment instead.
         if not any("@" in server for server in settings.nats.servers):
             stream = stream.option("servers", settings.nats.address)
 
         def apply(frame: DataFrame, batch_id: int) -> None:
-            with self._at_work:
+            with self._batch_lock:
                 if self._stopping.is_set():
                     return
                 try:
                     applier.apply(frame, batch_id)
-                    self._began = True
+                    self._applied_any = True
                     self._conflicts = 0
                 except BaseException as error:
                     self._failure = error
                     raise
 
-        # Spark wants a checkpoint; the tables know better, so each run begins a new one.
+        # Spark needs a checkpoint, but the position is in the tables: each run begins a new one.
         checkpoint = f"{self._records.checkpoints}/{uuid.uuid4().hex}"
         writer = (
             stream.load().writeStream.foreachBatch(apply).option("checkpointLocation", checkpoint)
@@ -234,8 +234,8 @@ class SparkJob:
             writer = writer.trigger(processingTime=f"{settings.trigger_seconds} seconds")
         return writer.start()
 
-    def _wait_for_one_moment(self, nats: NatsThread, tables: Sequence[KeptTable]) -> None:
-        """Wait until the stream has come as far as the newest snapshot, so that tables agree."""
+    def _wait_for_snapshot_lsn(self, nats: NatsThread, tables: Sequence[KeptTable]) -> None:
+        """Wait until the stream has reached the newest snapshot; then all tables end alike."""
         wanted: dict[str, int] = {}
         for kept in tables:
             source = kept.position.source

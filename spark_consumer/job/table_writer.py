@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from pyspark import StorageLevel
 from pyspark.sql import functions as fn
 
-from spark_consumer.changes.change_decoder import changes_schema
-from spark_consumer.changes.change_rows import GONE, KEEP, NET
+from spark_consumer.changes.change_rows import GONE, KEEP, NET, changes_schema
 from spark_consumer.changes.fold import fold_bag, fold_keyed
 from spark_consumer.lake.column_mapping import spark_schema, spark_type
 from spark_consumer.lake.lake_table import BagPlan, MergePlan

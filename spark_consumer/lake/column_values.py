@@ -1,7 +1,7 @@
 """Wire values to Arrow arrays, a column at a time.
 
-The quick way converts a whole column in Arrow; where that fails, values are taken one by one, to
-find those the type cannot hold and do with them what the policy says.
+The quick way converts a whole column in Arrow. Where that fails, values are converted one by one,
+and the policy says what to do with those that the type cannot hold.
 """
 
 from __future__ import annotations

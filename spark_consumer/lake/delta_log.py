@@ -59,7 +59,7 @@ class DeltaLog:
         self._name = name
         self._table = DeltaTable(root)
         self._seen_version = -1
-        # A short run must not leave all tidying to others.
+        # So that a short run compacts too.
         self._commits = _TEND_EVERY
 
     @classmethod
@@ -131,7 +131,10 @@ class DeltaLog:
         return LakePosition(source=source, **{key: int(value or 0) for key, value in facts.items()})
 
     def require_untampered(self) -> None:
-        """Look at the commits since our last one: a RESTORE takes rows back, not the position."""
+        """Raise LakeError if there was a RESTORE since our last commit.
+
+        It takes rows back, but not the position.
+        """
         self._table.update_incremental()
         newest = self.version
         if newest == self._seen_version:
@@ -263,7 +266,7 @@ class DeltaLog:
         )
 
     def _vacuum_is_due(self) -> bool:
-        """Whether the last vacuum, of this run or another, was long ago; if so, now is the time."""
+        """Whether the last vacuum, by any run, was long ago; if so, note this one as the last."""
         mark = Path(self.root, _VACUUMED)
         try:
             age = time.time() - mark.stat().st_mtime
@@ -289,7 +292,7 @@ class DeltaLog:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether a killed attempt at a first load may have left this: files, a log without commit."""
+    """Whether a killed first load may have left this: data files, or a log without a commit."""
     if path.name == "_delta_log" and path.is_dir():
         return not any(one.suffix in (".json", ".parquet") for one in path.iterdir())
     return path.is_dir() and path.name.startswith("load-")
@@ -304,9 +307,10 @@ def _app_id(source: str, fact: str) -> str:
 
 
 def _properties(position: LakePosition) -> CommitProperties:
-    """What a commit says of itself; it is right only upon the version it was made for.
+    """The position as `txn` actions and metadata; the commit fails if another came first.
 
-    deltalake would put it behind those of others: an OPTIMIZE, whose files then stay beside ours.
+    deltalake would retry it after the other. Had that been an OPTIMIZE, its files would hold the
+    rows that ours replace, and stay.
     """
     facts = {fact: getattr(position, fact) for fact in _FACTS}
     return CommitProperties(

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class LakePosition:
     """How far a table has got: part of every commit that changes its rows.
 
-    Everything stored up to `stream_seq` of the stream created at `stream_created` is in it, and of
-    what follows every change whose commit LSN is at most `commit_lsn`. `complete_at` is the LSN of
-    the snapshot it began with: before the source's changes up to there are applied to other tables
-    too, the tables do not show one moment.
+    The table holds everything stored up to `stream_seq` of the stream created at `stream_created`,
+    and of the messages after it every change whose commit LSN is at most `commit_lsn`.
+    `complete_at` is the LSN of the snapshot that it was loaded from: until the other tables have
+    the changes up to there, the tables are not consistent with each other.
     """
 
     source: str

@@ -1,7 +1,7 @@
 """Data files written by executors: Parquet straight from Arrow, and what the lake must know.
 
-A file has a name of its own and counts only if its description reaches the driver: what killed or
-repeated tasks leave behind belongs to nobody.
+Each file has a new name and counts only if its description reaches the driver, so what killed or
+repeated tasks leave behind is in no table.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class NatsThread:
-    """Runs coroutines on one client; to be closed, which ends the thread and the connection."""
+    """Runs coroutines on one client; closing it ends the thread and the connection."""
 
     def __init__(self, settings: NatsSettings, timeout: float = 10.0) -> None:
         self.settings = settings

@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM while work goes on in a thread; the main thread only waits for them.
 
-Python would raise KeyboardInterrupt wherever the main thread stands, in the middle of a call to
-Java too, which then has an answer that nobody reads.
+Python would raise KeyboardInterrupt wherever the main thread is, also in the middle of a call to
+Java, whose answer would then stay unread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _LEAVE_SECONDS: Final = 2.0
-_DONE: Final = 0
+_DONE: Final = b"\0"
 
 
 class Interrupted(Exception):
@@ -32,35 +32,39 @@ class Interrupted(Exception):
         self.exit_code = 128 + number
 
 
-def run_attended(work: Callable[[], T], ask: Callable[[], bool], force: Callable[[], None]) -> T:
-    """Run work in a thread; what it returns or raises.
+def run_interruptible(
+    work: Callable[[], T], stop: Callable[[], bool], kill: Callable[[], None]
+) -> T:
+    """Run work in a thread; return what it returns, raise what it raises.
 
-    At the first signal `ask` may arrange for an end in good order and say so; otherwise, and at the
-    second signal, `force` takes from the work what it stands on and Interrupted is raised.
+    The first signal calls `stop`, which lets the work end in good order and returns True, or
+    returns False. After False, and at the second signal, `kill` ends what the work depends on and
+    Interrupted is raised.
     """
     results: list[T] = []
     failures: list[BaseException] = []
 
-    def run(told: socket.socket) -> None:
+    def run(done: socket.socket) -> None:
         try:
             results.append(work())
         except BaseException as error:  # noqa: BLE001
             failures.append(error)
         finally:
-            told.send(bytes([_DONE]))
+            done.send(_DONE)
 
-    asked = False
-    with _hearing() as (told, heard):
-        thread = threading.Thread(target=run, args=[told], name="tailrace-work", daemon=True)
+    stopping = False
+    with _signals_as_bytes() as (writing_end, reading_end):
+        thread = threading.Thread(target=run, args=[writing_end], name="tailrace-work", daemon=True)
         thread.start()
-        while (number := heard.recv(1)[0]) != _DONE:
+        while (received := reading_end.recv(1)) != _DONE:
+            number = received[0]
             if number not in _SIGNALS:
                 continue
-            if not asked and ask():
-                asked = True
+            if not stopping and stop():
+                stopping = True
                 continue
-            _fall_silent()
-            force()
+            _silence_errors()
+            kill()
             thread.join(_LEAVE_SECONDS)
             raise Interrupted(number)
     thread.join()
@@ -70,33 +74,34 @@ def run_attended(work: Callable[[], T], ask: Callable[[], bool], force: Callable
 
 
 @contextmanager
-def _hearing() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a pipe: into the first goes the number of every signal.
+def _signals_as_bytes() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a pipe; the number of every signal is written into the first.
 
-    The system may hand a signal to any thread, the second of two in a row mostly. Only what is
-    written at once, by whichever thread has it, is sure to wake one that waits.
+    The system may deliver a signal to any thread, often the second of two in a row. Python's
+    handlers run in the main thread only, which would not wake up for it; the descriptor is written
+    at once by the thread that has the signal.
     """
-    told, heard = socket.socketpair()
-    with told, heard:
-        told.setblocking(False)
+    writing_end, reading_end = socket.socketpair()
+    with writing_end, reading_end:
+        writing_end.setblocking(False)
         if threading.current_thread() is not threading.main_thread():
-            yield told, heard
+            yield writing_end, reading_end
             return
-        before = {number: signal.signal(number, _to_the_pipe) for number in _SIGNALS}
-        descriptor = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, _to_the_descriptor) for number in _SIGNALS}
+        descriptor = signal.set_wakeup_fd(writing_end.fileno(), warn_on_full_buffer=False)
         try:
-            yield told, heard
+            yield writing_end, reading_end
         finally:
             signal.set_wakeup_fd(descriptor)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
-def _to_the_pipe(_number: int, _frame: FrameType | None) -> None:
-    """Python passes signals on only where it has a handler."""
+def _to_the_descriptor(_number: int, _frame: FrameType | None) -> None:
+    """Do nothing: Python writes to the descriptor only for signals that have a handler."""
 
 
-def _fall_silent() -> None:
-    """What breaks from now on breaks because it was told to."""
+def _silence_errors() -> None:
+    """Say nothing of errors in other threads: they come from the end that was asked for."""
     logging.disable(logging.CRITICAL)
     threading.excepthook = lambda _: None

@@ -1,7 +1,7 @@
 """`format("nats_cdc")`: the change stream as a Spark source, batch and streaming.
 
-Offsets are stream sequences, one for each source, beside the stream's creation time. Batches end
-where no transaction is under way. Nothing is ever acknowledged: sinks know what they have.
+An offset is a stream sequence for each source, and the stream's creation time. Batches end where no
+transaction is under way. Nothing is acknowledged: the sink keeps the position.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _subjects(names: Subjects, tables: Sequence[TableSchema]) -> tuple[str, ...]
     return tuple(names.table_filter(table_token(one.schema, one.table)) for one in tables)
 
 
-class _Reading:
-    """What the batch and the streaming reader share: planned on the driver, read by executors."""
+class _RangeReader:
+    """What both readers share: the driver plans ranges of messages, executors read them."""
 
     def __init__(self, options: CdcOptions, table: TableSchema | None = None) -> None:
         self.options = options
@@ -187,7 +187,7 @@ class _Reading:
         return found
 
 
-class CdcBatchReader(_Reading, DataSourceReader):
+class CdcBatchReader(_RangeReader, DataSourceReader):
     """What the stream holds now, or between two sequences."""
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -219,15 +219,15 @@ def _checked(options: CdcOptions, bounds: LogBounds, after: int) -> int:
     return after
 
 
-class CdcStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Follows the stream; lives in a process of its own beside the driver, `read` in executors."""
+class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Follows the stream; runs in a process beside the driver, `read` in executors."""
 
     def __init__(self, options: CdcOptions, table: TableSchema | None = None) -> None:
         super().__init__(options, table)
         self._nats: NatsThread | None = None
         self._sources: dict[str, list[TableSchema]] = {}
         self._ends: dict[str, BatchEnds] = {}
-        self._looked_at: int | None = None
+        self._tables_found_at: int | None = None
         self._created = 0
         self._target: int | None = None
 
@@ -297,16 +297,18 @@ class CdcStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailable
         if self._nats is None:
             self._nats = NatsThread(self.options.settings)
         bounds = self._nats.run(lambda client: client.log().bounds())
-        if self._looked_at is None:
+        if self._tables_found_at is None:
             self._created = bounds.created
-        if self._looked_at is None or (not self.options.tables and self._looked_at != bounds.last):
-            # Behind the bounds: the schema of a table is there before its first row is stored.
-            self._look_for_tables()
-            self._looked_at = bounds.last
+        if self._tables_found_at is None or (
+            not self.options.tables and self._tables_found_at != bounds.last
+        ):
+            # After the bounds: the schema of a table is stored before its first row.
+            self._find_tables()
+            self._tables_found_at = bounds.last
         return bounds
 
-    def _look_for_tables(self) -> None:
-        """Find the tables wanted; one that is not published any more still has rows to be read."""
+    def _find_tables(self) -> None:
+        """Find the tables wanted; those no longer published stay: the stream has their rows."""
         assert self._nats is not None
         for source, tables in self._nats.run(lambda client: _sources(client, self.options)).items():
             known = {(one.schema, one.table): one for one in self._sources.get(source, ())}
@@ -330,7 +332,7 @@ class CdcStreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailable
     def _after(self, offset: dict[str, Any], source: str, bounds: LogBounds) -> int:
         after = offset["sequences"].get(source)
         if after is None and self.options.start.word == "latest":
-            # It came later: nothing of it is stored before where the others are.
+            # A new source: it has stored nothing before the position of the others.
             after = min(offset["sequences"].values(), default=None)
         if after is None:
             return first_wanted(self.options, bounds, source)

@@ -20,8 +20,8 @@ _CHANGES: Final = frozenset({"INSERT", "UPDATE", "DELETE", "TRUNCATE"})
 class BatchEnds:
     """Finds batch ends of one source, whose events `read(first, end)` gives.
 
-    Remembers how far a long transaction has been followed, so that waiting for its end does not
-    mean reading it again.
+    Remembers how far a long transaction has been read, so that it is not read again each time its
+    end is looked for.
     """
 
     def __init__(self, read: ReadRange) -> None:
@@ -31,10 +31,11 @@ class BatchEnds:
         self.rows_per_message = 1.0
 
     async def find(self, after: int, goal: int, last: int) -> int:
-        """The end of a batch that begins behind `after`, a batch end itself.
+        """The end of a batch that begins after `after`, the end of the batch before.
 
-        The last one up to `goal`; where a transaction that begins before the goal ends beyond it,
-        that end, if it is stored by `last`; else `after`: what is there is held back.
+        It is the last place up to `goal` where no transaction is under way. If one transaction
+        reaches from `after` beyond the goal, it is the end of that one, or `after` itself if the
+        end is not stored at sequences up to `last` yet.
         """
         if goal <= after:
             return after
@@ -51,7 +52,7 @@ class BatchEnds:
         span = _FIRST_LOOK
         while end > after + 1:
             first = max(after + 1, end - span)
-            ended_at, more = await self._look(first, end)
+            ended_at, more = await self._last_end(first, end)
             if ended_at is not None:
                 return ended_at if more or under_way else goal
             under_way = under_way or more
@@ -59,7 +60,7 @@ class BatchEnds:
             span *= _GROWTH
         return None if under_way else goal
 
-    async def _look(self, first: int, end: int) -> tuple[int | None, bool]:
+    async def _last_end(self, first: int, end: int) -> tuple[int | None, bool]:
         """Where the last transaction in a range ends, and whether changes follow it there."""
         ended_at: int | None = None
         more = False

@@ -115,8 +115,8 @@ MUTATIONS = (
     mutation(
         "Spark folds whole rows, an unchanged TOASTed value is null",
         "spark_consumer/changes/fold.py",
-        r"missing = fn\.coalesce\(fn\.array_contains\(UNCHANGED, name\), fn\.lit\(False\)\)",
-        "missing = fn.lit(False)",
+        r"return fn\.coalesce\(fn\.array_contains\(UNCHANGED, name\), fn\.lit\(False\)\)",
+        "return fn.lit(False)",
         "tests/spark/test_fold.py::test_any_history_folded_at_once_leaves_the_rows_it_left",
         ROWS,
     ),

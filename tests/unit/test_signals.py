@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from spark_consumer.runtime.signals import Interrupted, run_attended
+from spark_consumer.runtime.signals import Interrupted, run_interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def test_a_signal_that_another_thread_receives_is_heard() -> None:
         asked.set()
         return True
 
-    assert run_attended(work, ask, force=lambda: None)
+    assert run_interruptible(work, ask, kill=lambda: None)
 
 
 def test_the_second_of_two_signals_ends_the_work() -> None:
@@ -61,7 +61,7 @@ def test_the_second_of_two_signals_ends_the_work() -> None:
         return True
 
     with pytest.raises(Interrupted) as interrupted:
-        run_attended(work, ask, forced.set)
+        run_interruptible(work, ask, forced.set)
     assert interrupted.value.exit_code == 128 + signal.SIGTERM
 
 
@@ -73,13 +73,13 @@ def test_work_that_cannot_be_asked_ends_at_the_first_signal() -> None:
         return forced.wait(UNHEARD_SECONDS)
 
     with pytest.raises(Interrupted):
-        run_attended(work, ask=lambda: False, force=forced.set)
+        run_interruptible(work, stop=lambda: False, kill=forced.set)
     assert forced.is_set()
 
 
 def test_handlers_are_as_before_when_the_work_is_done() -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert run_attended(lambda: 7, ask=lambda: True, force=lambda: None) == 7
+    assert run_interruptible(lambda: 7, stop=lambda: True, kill=lambda: None) == 7
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -89,13 +89,13 @@ def test_what_work_raises_is_raised() -> None:
         raise KeyError("lost")
 
     with pytest.raises(KeyError, match="lost"):
-        run_attended(work, ask=lambda: True, force=lambda: None)
+        run_interruptible(work, stop=lambda: True, kill=lambda: None)
 
 
-def test_work_can_be_attended_outside_the_main_thread() -> None:
+def test_work_can_run_outside_the_main_thread() -> None:
     results = []
     thread = threading.Thread(
-        target=lambda: results.append(run_attended(lambda: 7, lambda: True, lambda: None))
+        target=lambda: results.append(run_interruptible(lambda: 7, lambda: True, lambda: None))
     )
     thread.start()
     thread.join(UNHEARD_SECONDS)
