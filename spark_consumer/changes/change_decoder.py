@@ -1,6 +1,6 @@
 """Stored messages of one table to typed changes: the decoding that every batch pays for.
 
-Each schema version has a projection of its own; all of them end in the columns the lake has.
+Each schema version has a writer of its own; all of them write the columns that the lake has.
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from consumer_sdk.wire.envelope import (
     unsigned,
 )
 from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
-from consumer_sdk.wire.jsonb import jsonb_text
 from spark_consumer.changes.change_rows import (
     OLD,
     ChangeFacts,
     changes_schema,
 )
-from spark_consumer.errors import SchemaChangeError
-from spark_consumer.lake.column_mapping import arrow_type, is_text, widened
-from spark_consumer.lake.column_values import ColumnWriter
+from spark_consumer.lake.column_values import RowWriter
 from spark_consumer.lake.table_definition import TEXT_SUFFIX
 
 if TYPE_CHECKING:
@@ -44,64 +41,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 _ROW_OPERATIONS: Final = {"INSERT": "insert", "UPDATE": "update", "DELETE": "delete"}
 BATCH_ROWS: Final = 10_000
-
-
-class _Projection:
-    """Rows of one schema version as the lake's columns."""
-
-    def __init__(
-        self, definition: TableDefinition, schema: TableSchema, policy: Unrepresentable
-    ) -> None:
-        self._writers: dict[str, ColumnWriter] = {}
-        for column in schema.columns:
-            place = (
-                definition.columns.field(column.name)
-                if column.name in definition.columns.names
-                else None
-            )
-            if place is None or widened(place.type, column) != place.type:
-                raise SchemaChangeError(
-                    f"table {definition.name}: the lake has no place for column {column.name} of "
-                    f"schema version {schema.schema_version}; rebuild it with --rebootstrap"
-                )
-            # Text stays PostgreSQL's own: Arrow would write small decimals with an exponent.
-            type_ = place.type if is_text(place.type) else arrow_type(column)
-            self._writers[column.name] = ColumnWriter(
-                definition.name,
-                column.name,
-                type_,
-                policy=policy,
-                is_key=column.name in definition.key,
-            )
-        self.schema = schema
-        self.json_columns = tuple(
-            column.name for column in schema.columns if column.family in ("json", "jsonb")
-        )
-        self._definition = definition
-        self.key = definition.key or tuple(column.name for column in schema.columns)
-
-    def arrays(self, rows: Sequence[Row], names: Sequence[str]) -> dict[str, pa.Array]:
-        """Arrays for some of the lake's columns; what the version does not have is null."""
-        arrays: dict[str, pa.Array] = {}
-        for name in names:
-            if name in arrays:
-                continue
-            type_ = self._definition.columns.field(name).type
-            writer = self._writers.get(name)
-            if writer is None:
-                arrays[name] = pa.nulls(len(rows), type_)
-                continue
-            array, texts = writer.write(
-                [row.get(name) for row in rows], lambda index: self.describe(rows[index])
-            )
-            arrays[name] = array if array.type == type_ else array.cast(type_)
-            if texts is not None:
-                arrays[name + TEXT_SUFFIX] = texts
-        return arrays
-
-    def describe(self, row: Row) -> str:
-        """A row by its key."""
-        return "(" + ", ".join(f"{name}={row.get(name)}" for name in self.key) + ")"
 
 
 class ChangeDecoder:
@@ -122,7 +61,7 @@ class ChangeDecoder:
         self._schemas = schemas
         self._position = position
         self._policy = policy
-        self._projections: dict[int, _Projection] = {}
+        self._writers: dict[int, RowWriter] = {}
         self._version = -1
         self._arrow_schema = changes_schema(definition)
         self._plain = definition.plain_names
@@ -160,15 +99,15 @@ class ChangeDecoder:
         name = _ROW_OPERATIONS.get(operation)
         if name is None:
             return
-        projection = self._projection(stream_seq, document.get("schema_version", 0))
-        if projection.schema.schema_version != self._version:
+        writer = self._writer(stream_seq, document.get("schema_version", 0))
+        if writer.schema.schema_version != self._version:
             yield from self.flush()
-            self._version = projection.schema.schema_version
+            self._version = writer.schema.schema_version
         rows = document.get("rows", [document])
         if not isinstance(rows, list) or not all(isinstance(one, dict) for one in rows):
             raise _damaged(stream_seq, "rows is not a list of rows")
         for index, holder in enumerate(rows):
-            self._row(stream_seq, commit_lsn, seq + index, name, holder, projection, kind)
+            self._row(stream_seq, commit_lsn, seq + index, name, holder, writer, kind)
         if len(self._rows) >= BATCH_ROWS:
             yield from self.flush()
 
@@ -179,7 +118,7 @@ class ChangeDecoder:
         seq: int,
         operation: str,
         holder: Row,
-        projection: _Projection,
+        writer: RowWriter,
         kind: str,
     ) -> None:
         row, old = holder.get("data"), holder.get("old")
@@ -188,20 +127,18 @@ class ChangeDecoder:
         raw = holder.get("raw") or ()
         unchanged = holder.get("unchanged")
         left_out = len(unchanged) if unchanged else 0
-        if operation != "delete" and len(row) + left_out < len(projection.schema.columns):
+        if operation != "delete" and len(row) + left_out < len(writer.schema.columns):
             raise _damaged(stream_seq, f"a row of {self._definition.name} lacks columns")
         try:
             if kind == JSON:
-                restore_row(row, raw, projection.schema)
+                restore_row(row, raw, writer.schema)
                 if old is not None:
-                    restore_row(old, raw, projection.schema)
+                    restore_row(old, raw, writer.schema)
         except WireError as error:
             raise _damaged(stream_seq, str(error)) from error
-        for name in projection.json_columns:
-            if name not in raw:
-                for values in (row, old) if old is not None else (row,):
-                    if values.get(name) is not None:
-                        values[name] = jsonb_text(values[name])
+        writer.write_json_as_text(row, raw)
+        if old is not None:
+            writer.write_json_as_text(old, raw)
         if unchanged and old is not None:
             # REPLICA IDENTITY FULL: the old row is whole, so nothing is really left out.
             row.update({name: old[name] for name in unchanged if name in old})
@@ -251,46 +188,54 @@ class ChangeDecoder:
         rows, olds, heads = self._rows, self._olds, self._heads
         self._rows, self._olds, self._heads = [], [], []
         self.facts |= ChangeFacts(count=len(rows))
-        projection = self._projections.get(self._version)
+        writer = self._writers.get(self._version)
         names = self._definition.columns.names
-        if projection is None:
+        if writer is None:
             arrays = {n: pa.nulls(len(rows), self._definition.columns.field(n).type) for n in names}
         else:
-            arrays = projection.arrays(rows, names)
+            arrays = writer.arrays(rows, names, lambda index: self._describe(rows[index]))
         lsns, seqs, operations, unchanged = zip(*heads, strict=True)
         yield pa.RecordBatch.from_arrays(
             [
                 pa.array(lsns, pa.int64()),
                 pa.array(seqs, pa.int64()),
                 pa.array(operations, pa.string()),
-                self._old_array(olds, projection),
+                self._old_array(olds, writer),
                 pa.array(unchanged, pa.list_(pa.string())),
                 *(arrays[name] for name in names),
             ],
             schema=self._arrow_schema,
         )
 
-    def _old_array(self, olds: Sequence[Row | None], projection: _Projection | None) -> pa.Array:
+    def _old_array(self, olds: Sequence[Row | None], writer: RowWriter | None) -> pa.Array:
         type_ = self._arrow_schema.field(OLD).type
         present = pa.array([old is not None for old in olds])
-        if projection is None or not any(old is not None for old in olds):
+        if writer is None or not any(old is not None for old in olds):
             return pa.nulls(len(olds), type_)
         names = self._definition.identity
-        arrays = projection.arrays([old or {} for old in olds], names)
+        rows = [old or {} for old in olds]
+        arrays = writer.arrays(rows, names, lambda index: self._describe(rows[index]))
         return pa.StructArray.from_arrays(
             [arrays[name] for name in names], fields=list(type_), mask=pc.invert(present)
         )
 
-    def _projection(self, stream_seq: int, version: int) -> _Projection:
-        found = self._projections.get(version)
+    def _writer(self, stream_seq: int, version: int) -> RowWriter:
+        found = self._writers.get(version)
         if found is None:
             schema = self._schemas.get(version)
             if schema is None:
                 raise _damaged(
                     stream_seq, f"schema version {version} of {self._definition.name} is not known"
                 )
-            found = self._projections[version] = _Projection(self._definition, schema, self._policy)
+            definition = self._definition
+            found = RowWriter(definition, schema, self._policy, definition.key)
+            self._writers[version] = found
         return found
+
+    def _describe(self, row: Row) -> str:
+        """A row by its key."""
+        names = self._definition.key or row
+        return "(" + ", ".join(f"{name}={row.get(name)}" for name in names) + ")"
 
 
 def _document(stream_seq: int, kind: str, payload: bytes) -> Row:

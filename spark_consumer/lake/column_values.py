@@ -1,4 +1,4 @@
-"""Wire values to Arrow arrays, a column at a time.
+"""Values of the wire to Arrow arrays, a column at a time.
 
 The quick way converts a whole column in Arrow. Where that fails, values are converted one by one,
 and the policy says what to do with those that the type cannot hold.
@@ -16,10 +16,17 @@ import pyarrow as pa
 from consumer_sdk.errors import CorruptData
 from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.jsonb import jsonb_text
-from spark_consumer.errors import UnrepresentableError
+from spark_consumer.errors import SchemaChangeError, UnrepresentableError
+from spark_consumer.lake.column_mapping import arrow_type, is_text, widened
+from spark_consumer.lake.table_definition import TEXT_SUFFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
+
+    from consumer_sdk.wire.column_types import TableSchema
+    from spark_consumer.lake.table_definition import TableDefinition
+
+Row = dict[str, Any]
 
 Unrepresentable = Literal["error", "null", "text"]
 """What to do with a value its column cannot hold: stop, write null, or null beside its text."""
@@ -109,6 +116,69 @@ class ColumnWriter:
             f"table {self._table}, column {self._name}, row {row}: "
             f"{wire_text(value)[:60]!r} does not fit {self.type}; {self._remedy}"
         )
+
+
+class RowWriter:
+    """Turns rows of one schema version into arrays of the columns that the table has in the lake.
+
+    `key` names the columns by which rows will be found, if they will. SchemaChangeError where the
+    lake's columns cannot hold those of the version.
+    """
+
+    def __init__(
+        self,
+        definition: TableDefinition,
+        schema: TableSchema,
+        policy: Unrepresentable,
+        key: Container[str] = (),
+    ) -> None:
+        self.schema = schema
+        self._definition = definition
+        self._json_columns = tuple(
+            column.name for column in schema.columns if column.family in ("json", "jsonb")
+        )
+        self.writers: dict[str, ColumnWriter] = {}
+        for column in schema.columns:
+            index = definition.columns.get_field_index(column.name)
+            type_ = definition.columns.field(index).type if index >= 0 else None
+            if type_ is None or widened(type_, column) != type_:
+                raise SchemaChangeError(
+                    f"table {definition.name}: the lake has no place for column {column.name} of "
+                    f"schema version {schema.schema_version}; rebuild it with --rebootstrap"
+                )
+            self.writers[column.name] = ColumnWriter(
+                definition.name,
+                column.name,
+                # Text stays PostgreSQL's own: Arrow would write small decimals with an exponent.
+                type_ if is_text(type_) else arrow_type(column),
+                policy=policy,
+                is_key=column.name in key,
+            )
+
+    def write_json_as_text(self, row: Row, raw: Container[str]) -> None:
+        """Replace documents in the row by their text; those of the columns in `raw` are text."""
+        for name in self._json_columns:
+            if name not in raw and row.get(name) is not None:
+                row[name] = jsonb_text(row[name])
+
+    def arrays(
+        self, rows: Sequence[Row], names: Iterable[str], describe: Callable[[int], str]
+    ) -> dict[str, pa.Array]:
+        """Arrays for some of the lake's columns; what the version does not have is null."""
+        arrays: dict[str, pa.Array] = {}
+        for name in names:
+            if name in arrays:
+                continue
+            type_ = self._definition.columns.field(name).type
+            writer = self.writers.get(name)
+            if writer is None:
+                arrays[name] = pa.nulls(len(rows), type_)
+                continue
+            array, texts = writer.write([row.get(name) for row in rows], describe)
+            arrays[name] = array if array.type == type_ else array.cast(type_)
+            if texts is not None:
+                arrays[name + TEXT_SUFFIX] = texts
+        return arrays
 
 
 def _quick(values: Sequence[Any], type_: pa.DataType) -> pa.Array | None:
