@@ -11,8 +11,9 @@ import msgpack
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from consumer_sdk.errors import CorruptData, GapError, VersionTooNew
+from consumer_sdk.errors import GapError
 from consumer_sdk.reading.decoder import restore_row
+from consumer_sdk.reading.references import damaged_message
 from consumer_sdk.wire.envelope import (
     CONTENT_TYPE,
     JSON,
@@ -21,7 +22,7 @@ from consumer_sdk.wire.envelope import (
     decode_payload,
     unsigned,
 )
-from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
+from consumer_sdk.wire.errors import MISFITS, WireError
 from spark_consumer.changes.change_rows import (
     OLD,
     ChangeFacts,
@@ -62,7 +63,7 @@ class ChangeDecoder:
         self._position = position
         self._policy = policy
         self._writers: dict[int, RowWriter] = {}
-        self._version = -1
+        self._version: int | None = None
         self._arrow_schema = changes_schema(definition)
         self._plain = definition.plain_names
         self._rows: list[Row] = []
@@ -77,11 +78,13 @@ class ChangeDecoder:
             return
         try:
             yield from self._add(stream_seq, kind, payload)
-        except (WireError, pa.ArrowException, *MISFITS) as error:
-            raise _damaged(stream_seq, repr(error)[:200]) from error
+        except WireError as error:
+            raise damaged_message(stream_seq, error) from error
+        except (pa.ArrowException, *MISFITS) as error:
+            raise damaged_message(stream_seq, WireError(repr(error)[:200])) from error
 
     def _add(self, stream_seq: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:
-        document = _document(stream_seq, kind, payload)
+        document = _document(kind, payload)
         commit_lsn = document["lsn"]
         if document["epoch"] != self._position.epoch:
             raise GapError(
@@ -92,28 +95,27 @@ class ChangeDecoder:
         operation = document["operation"]
         seq = unsigned(document, "seq", 0)
         if (commit_lsn | seq) >> 63:
-            raise _damaged(stream_seq, "a position beyond what a long holds")
+            raise WireError("a position beyond what a long holds")
         if operation == "TRUNCATE":
             self._take(commit_lsn, seq, "truncate", {}, None, None)
             return
         name = _ROW_OPERATIONS.get(operation)
         if name is None:
             return
-        writer = self._writer(stream_seq, document.get("schema_version", 0))
+        writer = self._writer(document.get("schema_version", 0))
         if writer.schema.schema_version != self._version:
             yield from self.flush()
             self._version = writer.schema.schema_version
         rows = document.get("rows", [document])
         if not isinstance(rows, list) or not all(isinstance(one, dict) for one in rows):
-            raise _damaged(stream_seq, "rows is not a list of rows")
+            raise WireError("rows is not a list of rows")
         for index, holder in enumerate(rows):
-            self._row(stream_seq, commit_lsn, seq + index, name, holder, writer, kind)
+            self._row(commit_lsn, seq + index, name, holder, writer, kind)
         if len(self._rows) >= BATCH_ROWS:
             yield from self.flush()
 
     def _row(
         self,
-        stream_seq: int,
         commit_lsn: int,
         seq: int,
         operation: str,
@@ -123,19 +125,16 @@ class ChangeDecoder:
     ) -> None:
         row, old = holder.get("data"), holder.get("old")
         if not isinstance(row, dict) or not (old is None or isinstance(old, dict)):
-            raise _damaged(stream_seq, "a row change without a row")
+            raise WireError("a row change without a row")
         raw = holder.get("raw") or ()
         unchanged = holder.get("unchanged")
         left_out = len(unchanged) if unchanged else 0
         if operation != "delete" and len(row) + left_out < len(writer.schema.columns):
-            raise _damaged(stream_seq, f"a row of {self._definition.name} lacks columns")
-        try:
-            if kind == JSON:
-                restore_row(row, raw, writer.schema)
-                if old is not None:
-                    restore_row(old, raw, writer.schema)
-        except WireError as error:
-            raise _damaged(stream_seq, str(error)) from error
+            raise WireError(f"a row of {self._definition.name} lacks columns")
+        if kind == JSON:
+            restore_row(row, raw, writer.schema)
+            if old is not None:
+                restore_row(old, raw, writer.schema)
         writer.write_json_as_text(row, raw)
         if old is not None:
             writer.write_json_as_text(old, raw)
@@ -147,9 +146,7 @@ class ChangeDecoder:
             old = None
         elif self._definition.is_bag:
             if old is None or unchanged:
-                raise _damaged(
-                    stream_seq, f"an UPDATE of {self._definition.name} without the old row"
-                )
+                raise WireError(f"an UPDATE of {self._definition.name} without the old row")
         elif old is not None and all(
             old.get(name) == row.get(name) for name in self._definition.key
         ):
@@ -188,7 +185,7 @@ class ChangeDecoder:
         rows, olds, heads = self._rows, self._olds, self._heads
         self._rows, self._olds, self._heads = [], [], []
         self.facts |= ChangeFacts(count=len(rows))
-        writer = self._writers.get(self._version)
+        writer = None if self._version is None else self._writers[self._version]
         names = self._definition.columns.names
         if writer is None:
             arrays = {n: pa.nulls(len(rows), self._definition.columns.field(n).type) for n in names}
@@ -219,14 +216,12 @@ class ChangeDecoder:
             [arrays[name] for name in names], fields=list(type_), mask=pc.invert(present)
         )
 
-    def _writer(self, stream_seq: int, version: int) -> RowWriter:
+    def _writer(self, version: int) -> RowWriter:
         found = self._writers.get(version)
         if found is None:
             schema = self._schemas.get(version)
             if schema is None:
-                raise _damaged(
-                    stream_seq, f"schema version {version} of {self._definition.name} is not known"
-                )
+                raise WireError(f"schema version {version} of {self._definition.name} is not known")
             definition = self._definition
             found = RowWriter(definition, schema, self._policy, definition.key)
             self._writers[version] = found
@@ -238,28 +233,22 @@ class ChangeDecoder:
         return "(" + ", ".join(f"{name}={row.get(name)}" for name in names) + ")"
 
 
-def _document(stream_seq: int, kind: str, payload: bytes) -> Row:
+def _document(kind: str, payload: bytes) -> Row:
     document: Row
-    try:
-        if kind == MSGPACK:
+    if kind == MSGPACK:
+        try:
             document = msgpack.unpackb(payload)
-            if type(document) is not dict or document.get("v") != WIRE_VERSION:
-                document = decode_payload(None, payload)
-        else:
-            document = decode_payload({CONTENT_TYPE: kind}, payload)
-            for name in ("lsn", "epoch", "seq", "schema_version"):
-                if name in document:
-                    document[name] = int(document[name])
-        if not isinstance(document["lsn"], int) or not isinstance(document["operation"], str):
-            raise WireError("no position")
-        if not isinstance(document["epoch"], int):
-            raise WireError("no epoch")
-    except WireVersionError as error:
-        raise VersionTooNew(f"message {stream_seq} of the change stream: {error}") from error
-    except (WireError, *MISFITS, msgpack.UnpackException) as error:
-        raise _damaged(stream_seq, repr(error)) from error
+        except msgpack.UnpackException as error:
+            raise WireError(repr(error)) from error
+        if type(document) is not dict or document.get("v") != WIRE_VERSION:
+            document = decode_payload(None, payload)
+    else:
+        document = decode_payload({CONTENT_TYPE: kind}, payload)
+        for name in ("lsn", "epoch", "seq", "schema_version"):
+            if name in document:
+                document[name] = int(document[name])
+    if not isinstance(document["lsn"], int) or not isinstance(document["operation"], str):
+        raise WireError("no position")
+    if not isinstance(document["epoch"], int):
+        raise WireError("no epoch")
     return document
-
-
-def _damaged(stream_seq: int, what: str) -> CorruptData:
-    return CorruptData(f"message {stream_seq} of the change stream: {what}")

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from consumer_sdk.errors import CorruptData
-from consumer_sdk.wire.checksums import snapshot_checksum
 from spark_consumer.lake.lake_table import LakePosition
 from spark_consumer.lake.parquet_files import DataFile, ParquetWriter
 from spark_consumer.lake.table_definition import DELETED, SYNCED_AT, define, lake_columns
@@ -76,16 +74,8 @@ def load_snapshot(
         report = json.loads(row["report"])
         files.extend(DataFile(**file) for file in report["files"])
         digests.update({int(number): digest for number, digest in report["digests"].items()})
-    _verify(meta, digests, sum(file.rows for file in files))
+    meta.verify(digests, sum(file.rows for file in files))
     return files
-
-
-def _verify(meta: SnapshotMeta, digests: dict[int, str], rows: int) -> None:
-    what = f"snapshot {meta.snapshot_id} of {meta.schema}.{meta.table}"
-    if snapshot_checksum(digests, meta.batch_count) != meta.checksum:
-        raise CorruptData(f"{what}: its chunks are not the ones the checksum is for")
-    if rows != meta.row_count:
-        raise CorruptData(f"{what}: {rows} rows read, {meta.row_count} written")
 
 
 def _loader(

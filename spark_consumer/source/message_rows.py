@@ -23,9 +23,8 @@ from consumer_sdk.wire.envelope import (
     to_json_value,
 )
 from consumer_sdk.wire.errors import MISFITS, WireError
-from consumer_sdk.wire.jsonb import jsonb_text
-from spark_consumer.lake.column_values import ColumnWriter
-from spark_consumer.lake.table_definition import TEXT_SUFFIX, define
+from spark_consumer.lake.column_values import RowWriter
+from spark_consumer.lake.table_definition import define
 from spark_consumer.runtime.nats_thread import NatsThread
 
 if TYPE_CHECKING:
@@ -190,13 +189,7 @@ def typed_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Row changes and truncates of one table, with its columns as they are in `schema`."""
     definition = define(schema, policy)
-    writers = {
-        column.name: ColumnWriter(
-            definition.name, column.name, definition.columns.field(column.name).type, policy=policy
-        )
-        for column in schema.columns
-    }
-    texts = tuple(c.name for c in schema.columns if c.family in ("json", "jsonb"))
+    writer = RowWriter(definition, schema, policy)
     for batch in messages:
         found: list[Numbered] = []
         rows: list[dict[str, Any]] = []
@@ -207,34 +200,25 @@ def typed_batches(
             try:
                 if kind == JSON:
                     restore_row(row, event.raw, schema)
-            except WireError as error:
-                raise damaged_message(stream_seq, error) from error
-            try:
-                for name in texts:
-                    if name not in event.raw and row.get(name) is not None:
-                        row[name] = jsonb_text(row[name])
-            except MISFITS as error:
+                writer.write_json_as_text(row, event.raw)
+            except (WireError, *MISFITS) as error:
                 raise damaged_message(stream_seq, error) from error
             found.append((stream_seq, event))
             rows.append(row)
         if rows:
-            yield _typed(definition, writers, found, rows)
+            yield _typed(definition, writer, found, rows)
 
 
 def _typed(
     definition: TableDefinition,
-    writers: dict[str, ColumnWriter],
+    writer: RowWriter,
     found: Sequence[Numbered],
     rows: Sequence[dict[str, Any]],
 ) -> pa.RecordBatch:
     def describe(index: int) -> str:
         return f"at sequence {found[index][0]}"
 
-    columns: dict[str, pa.Array] = {}
-    for name, writer in writers.items():
-        columns[name], kept = writer.write([row.get(name) for row in rows], describe)
-        if kept is not None:
-            columns[name + TEXT_SUFFIX] = kept
+    columns = writer.arrays(rows, definition.columns.names, describe)
     head = [
         [stream_seq for stream_seq, _ in found],
         [event.operation for _, event in found],
@@ -245,9 +229,7 @@ def _typed(
     ]
     schema = typed_schema(definition)
     arrays = [pa.array(values, field.type) for values, field in zip(head, _HEAD, strict=True)]
-    arrays += [
-        columns.get(field.name, pa.nulls(len(rows), field.type)) for field in definition.columns
-    ]
+    arrays += [columns[name] for name in definition.columns.names]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

@@ -13,10 +13,9 @@ from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
 from consumer_sdk.snapshot.chunks import ChunkRows
 from consumer_sdk.snapshot.snapshot import Snapshot
 from consumer_sdk.wire.errors import MISFITS
-from consumer_sdk.wire.jsonb import jsonb_text
 from consumer_sdk.wire.subjects import format_table_name
 from spark_consumer.lake.column_mapping import spark_schema
-from spark_consumer.lake.column_values import ColumnWriter, wire_text
+from spark_consumer.lake.column_values import RowWriter, wire_text
 from spark_consumer.lake.table_definition import TEXT_SUFFIX, define
 from spark_consumer.runtime.nats_thread import NatsThread
 from spark_consumer.source.options import SnapshotOptions
@@ -129,7 +128,7 @@ class SnapshotReader(DataSourceReader):
 
 
 class ChunkDecoder:
-    """Turns the chunks of one snapshot into batches of the definition's columns.
+    """Turns the chunks of one snapshot into batches of the columns that the lake has.
 
     `key` names the columns by which rows will be found, if they will.
     """
@@ -142,17 +141,7 @@ class ChunkDecoder:
         key: Container[str] = (),
     ) -> None:
         self._definition = definition
-        self._writers = {
-            column.name: ColumnWriter(
-                definition.name,
-                column.name,
-                definition.columns.field(column.name).type,
-                policy=policy,
-                is_key=column.name in key,
-            )
-            for column in schema.columns
-        }
-        self._json = tuple(c.name for c in schema.columns if c.family in ("json", "jsonb"))
+        self._writer = RowWriter(definition, schema, policy, key)
 
     def decode(self, chunk: ChunkRows | ArrowChunk) -> pa.RecordBatch:
         """A batch from a chunk as it was written."""
@@ -165,26 +154,19 @@ class ChunkDecoder:
 
     def from_rows(self, chunk: ChunkRows) -> pa.RecordBatch:
         """A batch from rows."""
-        arrays: dict[str, pa.Array] = {}
+        wanted = self._writer.writers.keys()
+        if not all(wanted <= row.keys() for row in chunk):
+            raise CorruptData(f"a chunk of table {self._definition.name} does not have its columns")
         try:
             for index, row in enumerate(chunk):
-                raw = chunk.raw(index)
-                for name in self._json:
-                    if name not in raw and row[name] is not None:
-                        row[name] = jsonb_text(row[name])
-            columns = {name: [row[name] for row in chunk] for name in self._writers}
+                self._writer.write_json_as_text(row, chunk.raw(index))
         except MISFITS as error:
             raise CorruptData(
-                f"a chunk of table {self._definition.name} does not have its columns: {error!r}"
+                f"a chunk of table {self._definition.name} is damaged: {error!r}"
             ) from error
-        for name, writer in self._writers.items():
-            arrays[name], texts = writer.write(
-                columns[name],
-                lambda index: self._describe(chunk[index]),
-            )
-            if texts is not None:
-                arrays[name + TEXT_SUFFIX] = texts
-        return self._finished(arrays, len(chunk))
+        names = self._definition.columns.names
+        arrays = self._writer.arrays(chunk, names, lambda index: self._describe(chunk[index]))
+        return self._batch(arrays, len(chunk))
 
     def from_arrow(self, batch: pa.RecordBatch, odd: dict[str, dict[str, Any]]) -> pa.RecordBatch:
         """A batch from an Arrow chunk; `odd` holds what its columns cannot."""
@@ -194,7 +176,7 @@ class ChunkDecoder:
             named = {name: batch.column(name)[index].as_py() for name in batch.schema.names}
             return self._describe(named)
 
-        for name, writer in self._writers.items():
+        for name, writer in self._writer.writers.items():
             if name not in batch.schema.names:
                 raise CorruptData(f"a chunk of table {self._definition.name} lacks column {name}")
             array = batch.column(name)
@@ -214,9 +196,9 @@ class ChunkDecoder:
                 for row, value in strange.items():
                     kept[int(row)] = wire_text(value)
                 arrays[name + TEXT_SUFFIX] = pa.array(kept, pa.string())
-        return self._finished(arrays, batch.num_rows)
+        return self._batch(arrays, batch.num_rows)
 
-    def _finished(self, arrays: dict[str, pa.Array], count: int) -> pa.RecordBatch:
+    def _batch(self, arrays: dict[str, pa.Array], count: int) -> pa.RecordBatch:
         return pa.RecordBatch.from_arrays(
             [
                 arrays.get(field.name, pa.nulls(count, field.type))
