@@ -27,12 +27,8 @@ from pyspark.sql.streaming.datasource import (
 
 from consumer_sdk.errors import UnknownTable
 from consumer_sdk.reading.proof import (
-    StreamBreak,
-    find_break,
-    require_continuation,
     require_same_stream,
 )
-from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import Subjects, format_table_name, table_token
 from spark_consumer.lake.column_mapping import spark_schema
 from spark_consumer.lake.table_definition import define
@@ -194,29 +190,11 @@ class CdcBatchReader(_RangeReader, DataSourceReader):
         with NatsThread(self.options.settings) as nats:
             bounds = nats.run(lambda client: client.log().bounds())
             sources = nats.run(lambda client: _sources(client, self.options))
-        end = bounds.last if self.options.end is None else self.options.end
-        start = {source: first_wanted(self.options, bounds, source) for source in sources}
+        end = self.options.range.end
+        if end is None:
+            end = bounds.last
+        start = {source: self.options.range.first_after(bounds, source) for source in sources}
         return self.ranges(sources, start, dict.fromkeys(sources, end), bounds.created)
-
-
-def first_wanted(options: CdcOptions, bounds: LogBounds, source: str) -> int:
-    """The sequence after which a source is read, checked against what the stream holds."""
-    require_same_stream(bounds, (options.start.after or 0) + 1, options.created)
-    after = options.start.sequence(source)
-    if after is None:
-        return bounds.last if options.start.word == "latest" else bounds.first - 1
-    return _checked(options, bounds, after)
-
-
-def _checked(options: CdcOptions, bounds: LogBounds, after: int) -> int:
-    is_trimmed = find_break(bounds, after + 1) is StreamBreak.TRIMMED
-    if is_trimmed and not options.fail_on_data_loss:
-        # Spark's reader process shows the event alone, without fields.
-        lost = f"messages {after + 1} to {bounds.first - 1} are lost"
-        event(logger, lost, level=logging.WARNING)
-        return bounds.first - 1
-    require_continuation(bounds, after + 1)
-    return after
 
 
 class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -239,8 +217,8 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
         bounds = self._bounds()
         first = {}
         for source, ends in self._ends.items():
-            first[source] = first_wanted(self.options, bounds, source)
-            if self.options.start.word == "latest":
+            first[source] = self.options.range.first_after(bounds, source)
+            if self.options.range.start.word == "latest":
                 # Not in the middle of a transaction.
                 first[source] = self._run(ends.find(bounds.first - 1, bounds.last, bounds.last))
         return self._offset(first)
@@ -331,12 +309,12 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
 
     def _after(self, offset: dict[str, Any], source: str, bounds: LogBounds) -> int:
         after = offset["sequences"].get(source)
-        if after is None and self.options.start.word == "latest":
+        if after is None and self.options.range.start.word == "latest":
             # A new source: it has stored nothing before the position of the others.
             after = min(offset["sequences"].values(), default=None)
         if after is None:
-            return first_wanted(self.options, bounds, source)
-        return _checked(self.options, bounds, int(after))
+            return self.options.range.first_after(bounds, source)
+        return self.options.range.continued_after(bounds, int(after))
 
     def _require_same_stream(self, offset: dict[str, Any], bounds: LogBounds) -> None:
         first = min(offset["sequences"].values(), default=0)

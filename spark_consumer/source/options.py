@@ -7,19 +7,30 @@ stand in options, since Spark shows those.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from consumer_sdk.errors import UsageError
+from consumer_sdk.reading.proof import (
+    StreamBreak,
+    find_break,
+    require_continuation,
+    require_same_stream,
+)
 from consumer_sdk.reading.schemas import resolve_table
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.wire.subjects import Subjects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from consumer_sdk.reading.stream import StreamBounds
     from spark_consumer.lake.column_values import Unrepresentable
+
+logger = logging.getLogger(__name__)
 
 Form = Literal["envelope", "typed", "message"]
 FORMS: Final = ("envelope", "typed", "message")
@@ -50,18 +61,44 @@ class Start:
 
 
 @dataclass(frozen=True)
+class StreamRange:
+    """Which messages are wanted: up to `end`, or to the last one, of the stream `created` then."""
+
+    start: Start
+    end: int | None
+    created: int | None
+    fail_on_data_loss: bool
+
+    def first_after(self, bounds: StreamBounds, source: str) -> int:
+        """The sequence after which a source is read; GapError if what follows is not stored."""
+        require_same_stream(bounds, (self.start.after or 0) + 1, self.created)
+        after = self.start.sequence(source)
+        if after is None:
+            return bounds.last if self.start.word == "latest" else bounds.first - 1
+        return self.continued_after(bounds, after)
+
+    def continued_after(self, bounds: StreamBounds, after: int) -> int:
+        """`after`, or with failOnDataLoss=false the sequence before the first one stored."""
+        is_trimmed = find_break(bounds, after + 1) is StreamBreak.TRIMMED
+        if is_trimmed and not self.fail_on_data_loss:
+            # Spark's reader process shows the event alone, without fields.
+            lost = f"messages {after + 1} to {bounds.first - 1} are lost"
+            event(logger, lost, level=logging.WARNING)
+            return bounds.first - 1
+        require_continuation(bounds, after + 1)
+        return after
+
+
+@dataclass(frozen=True)
 class CdcOptions:
     """What `spark.readStream.format("nats_cdc")` was told."""
 
     settings: NatsSettings
     tables: tuple[tuple[str, str], ...]
     form: Form
-    start: Start
-    end: int | None
-    created: int | None
+    range: StreamRange
     rows_per_batch: int
     partitions: int
-    fail_on_data_loss: bool
     policy: Unrepresentable
 
     @classmethod
@@ -78,16 +115,18 @@ class CdcOptions:
             settings=nats_settings(options),
             tables=tables,
             form=cast("Form", form),
-            start=_start(options.get("startingPosition", "earliest")),
-            end=None if ending == "latest" else _integer("endingPosition", ending),
-            created=_optional_integer("streamCreated", options.get("streamCreated")),
+            range=StreamRange(
+                start=_start(options.get("startingPosition", "earliest")),
+                end=None if ending == "latest" else _integer("endingPosition", ending),
+                created=_optional_integer("streamCreated", options.get("streamCreated")),
+                fail_on_data_loss=_boolean("failOnDataLoss", options.get("failOnDataLoss", "true")),
+            ),
             rows_per_batch=_integer(
                 "rowsPerBatch", options.get("rowsPerBatch", str(DEFAULT_ROWS_PER_BATCH)), least=1
             ),
             partitions=_integer(
                 "partitions", options.get("partitions", str(DEFAULT_PARTITIONS)), least=1
             ),
-            fail_on_data_loss=_boolean("failOnDataLoss", options.get("failOnDataLoss", "true")),
             policy=policy_of(options),
         )
 

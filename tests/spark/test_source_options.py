@@ -20,7 +20,7 @@ def test_tables_are_spelled_as_in_sql_even_with_commas() -> None:
 
 def test_defaults_are_safe() -> None:
     options = CdcOptions.parse({**SERVERS, "tables": "users"})
-    assert (options.form, options.fail_on_data_loss, options.start.word) == (
+    assert (options.form, options.range.fail_on_data_loss, options.range.start.word) == (
         "envelope",
         True,
         "earliest",
@@ -35,9 +35,9 @@ def test_the_stream_may_be_named_instead_of_the_prefix() -> None:
 
 
 def test_positions_may_differ_by_source() -> None:
-    start = CdcOptions.parse({**SERVERS, "startingPosition": '{"a": 5}'}).start
+    start = CdcOptions.parse({**SERVERS, "startingPosition": '{"a": 5}'}).range.start
     assert (start.sequence("a"), start.sequence("b")) == (5, None)
-    assert CdcOptions.parse({**SERVERS, "startingPosition": "17"}).start.sequence("b") == 17
+    assert CdcOptions.parse({**SERVERS, "startingPosition": "17"}).range.start.sequence("b") == 17
 
 
 @pytest.mark.parametrize(
