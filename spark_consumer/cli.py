@@ -194,13 +194,13 @@ def _require_packages() -> None:
 
 
 def _run_job(options: argparse.Namespace) -> int:
-    attempt = _Attempt(options)
-    run_interruptible(attempt.work, attempt.stop, attempt.kill)
+    run = _Run(options)
+    run_interruptible(run.work, run.stop, run.kill)
     return 0
 
 
-class _Attempt:
-    """One run, from the first look at its settings; a signal may end it at any moment."""
+class _Run:
+    """One run of the command, its checks included; a signal may end it at any moment."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -240,7 +240,7 @@ class _Attempt:
             options.nats, prefix=options.prefix, name="spark-consumer"
         )
         if options.nats:
-            # Spark's own processes find NATS, and its password, where every reader does.
+            # Spark's own processes find NATS and its password in the environment.
             os.environ["NATS_URL"] = options.nats
         _start_logging(options.log_level)
         with NatsThread(nats_settings) as nats:
@@ -270,7 +270,7 @@ class _Attempt:
             self._job = SparkJob(spark, settings)
             self._job.run()
         finally:
-            # A Java that is gone has nothing to stop, and why it is gone is known by now.
+            # If Java has ended, there is nothing to stop and its error is on the way already.
             with suppress(Py4JError, OSError):
                 spark.stop()
             self._java.end()
@@ -285,7 +285,7 @@ def _start_logging(level: str) -> None:
     logger.setLevel(level.upper())
     logger.propagate = False
     if not logger.isEnabledFor(logging.DEBUG):
-        # It logs what it raises as well, some of it in the root's name.
+        # py4j logs what it raises too, partly in the name of the root logger.
         logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
         logging.getLogger().addFilter(_not_of_py4j)
 

@@ -52,7 +52,7 @@ def root_cause(text: str) -> str | None:
 
 
 def _python_error(lines: Sequence[str]) -> str:
-    """The last line of a Python traceback that Java has taken for its message."""
+    """The last line of a Python traceback, which Java gives as the message of its exception."""
     last = ""
     for line in lines:
         if line.startswith("\tat "):
@@ -62,7 +62,7 @@ def _python_error(lines: Sequence[str]) -> str:
 
 
 def start_failure(lines: Sequence[str]) -> str:
-    """Why a Java that ended at once did so, from what it printed."""
+    """Why Java ended at once, from what it printed."""
     cause = root_cause("\n".join(lines))
     if cause is not None:
         return cause
@@ -75,7 +75,7 @@ _RAISED: Final = re.compile(r"^(?:consumer_sdk|spark_consumer)\.errors\.(\w+): (
 
 
 def restored(error: BaseException) -> BaseException:
-    """The error that an executor or Spark's reader process raised, as it was; else the error."""
+    """The error that an executor or Spark's reader process raised; else the error given."""
     if isinstance(error, CdcError):
         return error
     found = _RAISED.findall(str(error))
@@ -96,9 +96,13 @@ class SlowStartError(SparkConsumerError):
 
 def explained(error: BaseException) -> BaseException:
     """The error as the operator should see it: as it was raised, or Spark's cause in one line."""
+    from py4j.protocol import Py4JNetworkError
+
     original = restored(error)
     if isinstance(original, CdcError) or not isinstance(original, Exception):
         return original
+    if isinstance(original, (Py4JNetworkError, ConnectionError)):
+        return SparkConsumerError("Spark's Java process has ended; start the job again")
     text = str(original)
     if _SLOW_START in text:
         return SlowStartError("Spark's Python processes do not start in time; is the machine busy?")

@@ -254,7 +254,7 @@ def test_a_killed_executor_of_a_cluster_is_replaced(
         reached = holds / "spark-before-staging.reached"
         wait_until(lambda: reached.exists() or not process.running, PATIENCE, log.read_text)
         work.run(connection, 30)
-        executors = _executors(process.pid)
+        executors = _java_processes(process.pid, "CoarseGrainedExecutorBackend")
         assert executors, log.read_text()
         os.kill(executors[0], signal.SIGKILL)
         held.unlink()
@@ -273,8 +273,32 @@ def test_a_killed_executor_of_a_cluster_is_replaced(
     assert process.exit_code == 0, log.read_text()
 
 
-def _executors(driver: int) -> list[int]:
-    """Process ids of the executors that belong to a driver."""
+def test_a_java_that_dies_is_named_in_one_line(
+    database: Database,
+    bridge_process: Callable[..., BridgeProcess],
+    consumer: Callable[..., GuardedProcess],
+    holds: Path,
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    bridge_process()
+    held = holds / "spark-before-staging.hold"
+    held.touch()
+    process = consumer("--trigger", "200ms", tables="users")
+    log = process.log_path
+    reached = holds / "spark-before-staging.reached"
+    wait_until(lambda: reached.exists() or not process.running, PATIENCE, log.read_text)
+    (java,) = _java_processes(process.pid, "org.apache.spark.deploy.SparkSubmit")
+    os.kill(java, signal.SIGKILL)
+    held.unlink()
+    assert process.wait(PATIENCE), log.read_text()
+    assert process.exit_code == 3, log.read_text()
+    (line,) = [one for one in log.read_text().splitlines() if not one.startswith("ts=")]
+    assert line == "spark-consumer: Spark's Java process has ended; start the job again"
+
+
+def _java_processes(driver: int, main_class: str) -> list[int]:
+    """Process ids of the Java processes of a driver that run some class."""
     listed = subprocess.run(
         ["ps", "-ww", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     )
@@ -283,7 +307,7 @@ def _executors(driver: int) -> list[int]:
     for line in listed.stdout.splitlines():
         pid, parent, arguments = line.split(None, 2)
         parents[int(pid)] = int(parent)
-        if "CoarseGrainedExecutorBackend" in arguments:
+        if main_class in arguments:
             found.append(int(pid))
 
     def belongs(pid: int) -> bool:
