@@ -1,4 +1,4 @@
-"""Before the stream is read: find each table in the lake and check it, or rebuild it from INIT."""
+"""Before the stream is read: find each table in the lake and check it, or load it from INIT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from consumer_sdk.errors import GapError, NotAvailable, UnknownTable
 from consumer_sdk.reading.proof import StreamBreak, find_break
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.transport.logfmt import event
-from consumer_sdk.wire.subjects import format_table_name, table_token
+from consumer_sdk.wire.subjects import format_table_name
 from spark_consumer.errors import LakeError, SchemaChangeError
 from spark_consumer.job.progress_bar import JobWatch, ProgressBar
 from spark_consumer.job.snapshot_load import load_snapshot, position_of
@@ -52,7 +52,7 @@ _SCHEMA_POLL_SECONDS: Final = 0.1
 
 
 async def find_schemas(client: Client, tables: Sequence[tuple[str, str]]) -> list[TableSchema]:
-    """The newest schema of each table; one that is not there is waited for a little.
+    """The newest schema of each table; waits a few seconds for one that is not there.
 
     A bridge that has just started publishes the schemas of its tables one by one.
     """
@@ -85,8 +85,8 @@ def require_places(
 class TableSetup:
     """Makes tables ready to follow the stream.
 
-    A table that cannot go on raises, untouched, what is wrong with it; with `rebootstrap` it is
-    rebuilt instead.
+    If a table cannot go on, its error is raised and nothing is written; with `rebootstrap` the
+    table is loaded again instead.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class TableSetup:
     def prepare(
         self, schemas: Sequence[TableSchema], rebuild: Container[tuple[str, str]] = ()
     ) -> list[KeptTable]:
-        """Each table, continued or built; those in `rebuild` are built again in any case.
+        """Find each table in the lake or load it; those in `rebuild` are loaded in any case.
 
-        All of them are looked at before any is written.
+        All tables are checked before the first is written.
         """
         ready: dict[int, KeptTable] = {}
         due: dict[int, LakeTable | None] = {}
@@ -133,7 +133,7 @@ class TableSetup:
                 due[index] = table
         for index, table in due.items():
             schema = schemas[index]
-            # What was retained may be from before the reason to rebuild.
+            # A retained snapshot may be older than the reason to rebuild.
             fresh = (schema.schema, schema.table) in rebuild
             ready[index] = self._bootstrap(schema, table, fresh=fresh)
         return [ready[index] for index in range(len(schemas))]
@@ -174,14 +174,7 @@ class TableSetup:
         evolution = evolve(definition, current, current, self._options.unrepresentable)
         if evolution.change == "add":
             table.evolve(evolution.definition.columns, position)
-        return KeptTable(
-            table_token(schema.schema, schema.table),
-            table,
-            evolution.definition,
-            current,
-            position,
-            versions,
-        )
+        return KeptTable(table, evolution.definition, current, position, versions)
 
     def _bootstrap(self, schema: TableSchema, table: LakeTable | None, *, fresh: bool) -> KeptTable:
         name = format_table_name(schema.schema, schema.table)
@@ -217,9 +210,8 @@ class TableSetup:
             snapshot=meta.snapshot_id,
             seconds=round(time.monotonic() - started, 2),
         )
-        token = table_token(schema.schema, schema.table)
         versions = self._archive.versions(schema.schema, schema.table, position.epoch)
-        return KeptTable(token, table, definition, schema, position, versions)
+        return KeptTable(table, definition, schema, position, versions)
 
 
 def _require_continuity(name: str, position: LakePosition, bounds: LogBounds, epoch: int) -> None:

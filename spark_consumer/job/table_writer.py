@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pyspark import StorageLevel
 from pyspark.sql import functions as fn
 
+from consumer_sdk.wire.subjects import table_token
 from spark_consumer.changes.change_rows import GONE, KEEP, NET, changes_schema
 from spark_consumer.changes.fold import fold_bag, fold_keyed
 from spark_consumer.lake.column_mapping import spark_schema, spark_type
@@ -35,7 +36,6 @@ _COPIES = "_copies"
 class KeptTable:
     """A table of the lake and what is known of it between batches."""
 
-    token: str
     table: LakeTable
     definition: TableDefinition
     schema: TableSchema
@@ -46,6 +46,11 @@ class KeptTable:
     def name(self) -> str:
         """The table as SQL spells it."""
         return self.definition.name
+
+    @property
+    def token(self) -> str:
+        """The table as it stands in subjects."""
+        return table_token(self.definition.schema, self.definition.table)
 
 
 class TableWriter:
