@@ -8,7 +8,7 @@ from typing import Any
 
 from consumer_sdk.reading.decoder import Stored
 from consumer_sdk.targets.evolution import key_columns
-from consumer_sdk.targets.target import Lane, MirrorCopy, SnapshotRow, TableName
+from consumer_sdk.targets.target import CopyState, MirrorCopy, SnapshotRow, TableName
 from consumer_sdk.wire.column_types import Column, TableSchema
 from consumer_sdk.wire.envelope import Event
 from consumer_sdk.wire.oids import INT4, INT8, TEXT
@@ -198,14 +198,13 @@ class ModelSource:
     def snapshot(
         self, table: TableName, snapshot_lsn: int, cdc_seq: int
     ) -> tuple[MirrorCopy, list[SnapshotRow]]:
-        """A loaded next copy and its rows."""
+        """A next copy to be loaded, and its rows."""
         made = MirrorCopy(
             schema=self.schemas[table],
-            lane=Lane.NEXT,
+            state=CopyState.LOADING,
             epoch=self.epoch,
             snapshot_id=f"{table[1]}-{snapshot_lsn}",
             snapshot_lsn=snapshot_lsn,
-            loaded=True,
             stream_seq=cdc_seq - 1,
             stream_created=CREATED,
         )

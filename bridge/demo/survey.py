@@ -109,7 +109,9 @@ def _read_mirror(mirror: sqlite3.Connection) -> Survey:
             ((rows[token],),) = mirror.execute(f'SELECT count(*) FROM "{token}"')
     loaded = sequence = 0
     if "_tailrace_copies" in present:
-        ((loaded,),) = mirror.execute("SELECT count(*) FROM _tailrace_copies WHERE loaded")
+        ((loaded,),) = mirror.execute(
+            "SELECT count(*) FROM _tailrace_copies WHERE state NOT IN ('planned', 'loading')"
+        )
     if "_tailrace_positions" in present:
         ((sequence,),) = mirror.execute("SELECT max(stream_seq) FROM _tailrace_positions")
     return Survey(mirror_rows=rows, mirror_loaded=loaded, mirror_sequence=sequence or 0)

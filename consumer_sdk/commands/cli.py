@@ -65,9 +65,9 @@ def run(arguments: Sequence[str]) -> int:
         parsed = build_parser(arguments).parse_args(arguments)
         follows = parsed.command == "tail"
         signal.signal(signal.SIGTERM, _interrupt)
-        # Warns of every connection with TLS that nats-py has made.
+        # asyncio warns of every TLS connection of nats-py.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
-        # Warns of what is raised as well.
+        # psycopg logs what it also raises.
         logging.getLogger("psycopg").setLevel(logging.ERROR)
         code: int = asyncio.run(parsed.run(parsed))
         return code
@@ -75,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"cdc: {printable(_one_line(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        # Following has no other end than being interrupted.
+        # An interrupt is the normal end of following.
         return 0 if follows else INTERRUPTED
 
 
@@ -89,6 +89,6 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _one_line(error: Exception) -> str:
-    # A foreign message may be quoted in it, whatever its length.
+    # It may quote a message of another program, of any length.
     line = " ".join(str(error).split())
     return line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + "…"

@@ -1,4 +1,4 @@
-"""Rows into files: JSON lines, CSV or Parquet, complete or not there at all."""
+"""Writes rows to files: JSON lines, CSV or Parquet. An unfinished file never has the final name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from consumer_sdk.commands.terminal import steady
+from consumer_sdk.commands.terminal import printable_json
 from consumer_sdk.errors import CorruptData, TargetError, UsageError
 from consumer_sdk.targets.stored_values import postgres_encoder
 from consumer_sdk.wire.envelope import to_json_value
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# Between the tokens of a document only: within a text they are escaped.
+# These stand only between the tokens of a document: within a string they are escaped.
 _BLANKS = re.compile(r"[\x00-\x1f]+")
 
 
@@ -62,7 +62,7 @@ def open_row_file(out: str | None) -> RowFile:
 
 
 def part_of(path: Path) -> Path:
-    """Where a file grows until it is complete."""
+    """The name of a file until it is complete."""
     return path.with_name(f".{path.name}.part")
 
 
@@ -95,7 +95,7 @@ class _Output(_Nowhere):
         self._lines = _Lines(columns)
 
     def write(self, rows: ChunkRows) -> None:
-        sys.stdout.write(steady(_joined(rows, self._lines.line)))
+        sys.stdout.write(printable_json(_joined(rows, self._lines.line)))
         sys.stdout.flush()
 
 
@@ -175,7 +175,7 @@ class _Csv(_TextFile):
 
 
 class _Lines:
-    """Rows as JSON, one a line; documents as they are, digit by digit."""
+    """Rows as JSON, one a line; numbers in JSON documents keep every digit."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._documents = {one.name for one in columns if one.family in ("json", "jsonb")}
@@ -189,7 +189,7 @@ class _Lines:
     def _text(self, name: str, value: Any, raw: bool) -> str:
         if name in self._documents:
             return _document(value) if raw else jsonb_text(value)
-        # An array with odd bounds is text, and no document.
+        # An array whose bounds do not start at 1 is PostgreSQL's text, and no document.
         return _document(value) if raw and isinstance(value, list) else _dumped(value)
 
 

@@ -15,6 +15,7 @@ from consumer_sdk.commands.terminal import is_terminal, printable
 from consumer_sdk.errors import UsageError
 from consumer_sdk.mirror.runner import Mirror
 from consumer_sdk.targets.target_url import display_url, open_target
+from consumer_sdk.transport.logfmt import quote_logfmt
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:
@@ -63,24 +64,24 @@ async def run_mirror(arguments: argparse.Namespace) -> int:
     if not arguments.tables and not arguments.all:
         raise UsageError("name the tables to mirror, or give --all; see cdc mirror --help")
     target = open_target(arguments.into)
-    screen = Screen(display_url(arguments.into))
+    display = MirrorDisplay(display_url(arguments.into))
     async with open_client(arguments) as client:
         mirror = Mirror(
             client,
             None if arguments.all else arguments.tables,
             target,
             fresh=arguments.fresh,
-            on_notice=screen.note,
+            on_notice=display.note,
         )
-        async with _interruptible(mirror) as interrupted, screen.showing(mirror.status):
+        async with _interruptible(mirror) as interrupted, display.showing(mirror.status):
             await mirror.run(once=arguments.once)
-    screen.conclude(mirror.status)
+    display.conclude(mirror.status)
     return INTERRUPTED if arguments.once and interrupted.is_set() else 0
 
 
 @contextlib.asynccontextmanager
 async def _interruptible(mirror: Mirror) -> AsyncIterator[asyncio.Event]:
-    """Let SIGINT and SIGTERM stop the mirror between two transactions, and the second at once."""
+    """Let a first SIGINT or SIGTERM stop the mirror between two transactions, a second at once."""
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
     task = asyncio.current_task()
@@ -93,7 +94,7 @@ async def _interruptible(mirror: Mirror) -> AsyncIterator[asyncio.Event]:
         mirror.stop()
 
     signals = (signal.SIGINT, signal.SIGTERM)
-    # Event loops on Windows cannot do this; there an interrupt ends the program at once.
+    # Event loops on Windows have no signal handlers; an interrupt ends the program at once.
     with contextlib.suppress(NotImplementedError):
         for number in signals:
             loop.add_signal_handler(number, interrupt)
@@ -105,8 +106,8 @@ async def _interruptible(mirror: Mirror) -> AsyncIterator[asyncio.Event]:
                 loop.remove_signal_handler(number)
 
 
-class Screen:
-    """Shows a mirror at work: a status line on a terminal, logfmt lines elsewhere."""
+class MirrorDisplay:
+    """Shows the status of a mirror: a line on a terminal, logfmt lines elsewhere."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -117,7 +118,7 @@ class Screen:
         self._rate = 0.0
 
     def note(self, notice: Notice) -> None:
-        """Print what the mirror has to tell."""
+        """Print a notice of the mirror."""
         level = "warning" if notice.warning else "info"
         fields = {"level": level, "event": notice.event, **notice.fields}
         self._clear()
@@ -195,12 +196,8 @@ def _lag_seconds(status: MirrorStatus) -> float:
 
 
 def logfmt(fields: dict[str, Any]) -> str:
-    """One line of `key=value`, quoted where a value has blanks or quotes."""
-    return " ".join(f"{key}={_quoted(printable(str(value)))}" for key, value in fields.items())
-
-
-def _quoted(text: str) -> str:
-    if text and not any(char in text for char in ' "=\\'):
-        return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    """One line of `key=value`, without control characters."""
+    return " ".join(
+        f"{key}={quote_logfmt(printable(value) if isinstance(value, str) else value)}"
+        for key, value in fields.items()
+    )

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.options import add_shared_options, open_client
-from consumer_sdk.commands.terminal import Paint, columns, printable, steady
+from consumer_sdk.commands.terminal import Paint, columns, printable, printable_json
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -41,7 +41,7 @@ async def show_schema(arguments: argparse.Namespace) -> int:
     async with open_client(arguments) as client:
         schema = await client.schema(arguments.table)
     if arguments.json:
-        print(steady(json.dumps(schema.to_document(), ensure_ascii=False)))
+        print(printable_json(json.dumps(schema.to_document(), ensure_ascii=False)))
         return 0
     paint = Paint(sys.stdout)
     name = printable(format_table_name(schema.schema, schema.table))
@@ -71,7 +71,7 @@ async def show_tables(arguments: argparse.Namespace) -> int:
         schemas = await client.tables()
     if arguments.json:
         for schema in schemas:
-            print(steady(json.dumps(schema.to_document(), ensure_ascii=False)))
+            print(printable_json(json.dumps(schema.to_document(), ensure_ascii=False)))
     elif schemas:
         rows = [("table", "version", "columns", "row key", "source")]
         rows += [_row(schema) for schema in schemas]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.files import open_row_file
 from consumer_sdk.commands.options import add_shared_options, open_client, seconds
-from consumer_sdk.commands.terminal import ProgressLine, printable, steady
+from consumer_sdk.commands.terminal import ProgressLine, printable, printable_json
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.column_types import Column
 from consumer_sdk.wire.lsn import format_lsn
@@ -82,7 +82,7 @@ async def take(arguments: argparse.Namespace) -> int:
     finally:
         bar.clear()
         writer.abandon()
-    # Rows on standard output must stay alone there.
+    # If rows go to standard output, nothing else does.
     stream = sys.stderr if arguments.out == "-" else sys.stdout
     print(_summary(snapshot, arguments), file=stream)
     return 0
@@ -118,7 +118,7 @@ def _summary(snapshot: Snapshot, arguments: argparse.Namespace) -> str:
             },
             ensure_ascii=False,
         )
-        return steady(document)
+        return printable_json(document)
     table = printable(format_table_name(meta.schema, meta.table))
     where = f" in {arguments.out}" if arguments.out not in (None, "-") else ""
     return printable(

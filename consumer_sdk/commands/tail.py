@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.options import add_shared_options, count, open_client
-from consumer_sdk.commands.terminal import Paint, printable, reader_left, steady
+from consumer_sdk.commands.terminal import Paint, printable, printable_json, reader_closed
 from consumer_sdk.errors import CorruptData
 from consumer_sdk.wire.envelope import to_json_value
 from consumer_sdk.wire.errors import MISFITS
@@ -60,9 +60,9 @@ def add_arguments(subparsers: Any) -> None:
 
 
 async def follow(arguments: argparse.Namespace) -> int:
-    """Print changes as they come, for as long as somebody reads them."""
+    """Print changes as they come, until the reader of standard output closes it."""
     printing = asyncio.ensure_future(_print_changes(arguments))
-    leaving = asyncio.ensure_future(reader_left(sys.stdout))
+    leaving = asyncio.ensure_future(reader_closed(sys.stdout))
     try:
         await asyncio.wait([printing, leaving], return_when=asyncio.FIRST_COMPLETED)
         return printing.result() if printing.done() else 0
@@ -153,7 +153,9 @@ def _json_line(stored: Stored) -> str:
             document[key] = list(names)
     if event.last:
         document["last"] = True
-    return steady(json.dumps(to_json_value(document), ensure_ascii=False, separators=(",", ":")))
+    return printable_json(
+        json.dumps(to_json_value(document), ensure_ascii=False, separators=(",", ":"))
+    )
 
 
 def _text_line(paint: Paint) -> Any:

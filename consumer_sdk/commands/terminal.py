@@ -1,4 +1,4 @@
-"""What a terminal gets and a pipe does not: colours and a progress bar."""
+"""What a terminal gets and a pipe does not: colours and a line of progress."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _CODES: Final = {
     "dim": "2",
     "bold": "1",
 }
-# What JSON may hold unescaped: DEL, C1, line separators, directions of writing, half pairs.
-_STEERING: Final = re.compile(
+# Characters that JSON may hold unescaped: DEL, C1, line separators, directions, lone surrogates.
+_CONTROLS: Final = re.compile(
     "[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _REDRAW_SECONDS: Final = 0.1
@@ -32,23 +32,23 @@ _LOOK_SECONDS: Final = 0.25
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether somebody watches the stream."""
+    """Whether the stream is a terminal."""
     try:
         return stream.isatty()
     except ValueError:  # closed
         return False
 
 
-async def reader_left(stream: TextIO) -> None:
+async def reader_closed(stream: TextIO) -> None:
     """Wait until nobody can read the stream any more: the other end of its pipe is closed.
 
-    Only writing would tell it otherwise, and a quiet table gives nothing to write.
+    Otherwise only a write would find out, and a quiet table gives nothing to write.
     """
-    while not _is_left(stream):  # noqa: ASYNC110
+    while not _is_closed(stream):  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _is_left(stream: TextIO) -> bool:
+def _is_closed(stream: TextIO) -> bool:
     if sys.platform == "win32":
         return False
     try:
@@ -79,15 +79,15 @@ class Paint:
 
 
 def printable(text: str) -> str:
-    """Text that cannot steer a terminal: whatever is not printable is written as an escape."""
+    """Text without control characters: what is not printable is written as an escape."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
-def steady(text: str) -> str:
-    """JSON text that cannot steer a terminal and is the same JSON; line ends stay."""
-    return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+def printable_json(text: str) -> str:
+    """The same JSON without control characters; line ends stay."""
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _escape(char: str) -> str:
@@ -114,7 +114,7 @@ class ProgressLine:
         self._drawn_at = 0.0
 
     def show(self, done: int, total: int | None, note: str = "") -> None:
-        """Draw the state; drawing too often is skipped."""
+        """Draw the state, at most ten times a second."""
         now = time.monotonic()
         finished = total is not None and done >= total
         if not self._shown or (now - self._drawn_at < _REDRAW_SECONDS and not finished):
@@ -130,7 +130,7 @@ class ProgressLine:
         self._stream.flush()
 
     def _columns(self) -> int:
-        # Of the terminal that is drawn on: standard output may be a file meanwhile.
+        # The width of this stream's terminal; standard output may be a file.
         try:
             return os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ValueError):

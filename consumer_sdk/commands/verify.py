@@ -13,7 +13,7 @@ from consumer_sdk.commands.options import (
     open_client,
     seconds,
 )
-from consumer_sdk.commands.terminal import printable, steady
+from consumer_sdk.commands.terminal import printable, printable_json
 from consumer_sdk.targets.target_url import split_url
 from consumer_sdk.verify.table_side import require_conninfo
 from consumer_sdk.verify.verify import verify
@@ -76,7 +76,7 @@ async def run_verify(arguments: argparse.Namespace) -> int:
         )
     if arguments.json:
         documents = [_document(report) for report in reports]
-        lines = [steady(json.dumps(documents, ensure_ascii=False))]
+        lines = [printable_json(json.dumps(documents, ensure_ascii=False))]
     else:
         lines = [line for report in reports for line in _lines(report)]
     # The exit code is the answer, also for whoever does not read all of it.

@@ -5,6 +5,7 @@ from consumer_sdk.mirror.runner import Mirror, mirror
 from consumer_sdk.targets.memory import MemoryTarget
 from consumer_sdk.targets.target import (
     CannotAlter,
+    CopyState,
     Lane,
     MirrorCopy,
     MirrorPosition,
@@ -16,6 +17,7 @@ from consumer_sdk.targets.target_url import open_target
 
 __all__ = [
     "CannotAlter",
+    "CopyState",
     "Lane",
     "MemoryTarget",
     "Mirror",

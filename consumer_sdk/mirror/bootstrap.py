@@ -1,25 +1,25 @@
-"""Building next copies from snapshots, several at a time, beside whatever else the mirror does."""
+"""Loads next copies from snapshots, several at a time, while the mirror follows other tables."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
 from consumer_sdk.mirror.notices import MirrorStatus, Notice
-from consumer_sdk.targets.target import Lane, MirrorCopy, SnapshotRow
+from consumer_sdk.targets.target import CopyState, SnapshotRow
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from consumer_sdk.client import Client
-    from consumer_sdk.mirror.writer import Writer
+    from consumer_sdk.mirror.writer import TargetThread
     from consumer_sdk.snapshot.snapshot import Snapshot, SnapshotMeta
+    from consumer_sdk.targets.target import MirrorCopy
     from consumer_sdk.wire.column_types import TableSchema
 
 # Snapshots asked for together share one export in the source.
@@ -30,30 +30,27 @@ RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0)
 
 
 class Loader:
-    """Fills planned copies; each is complete in the target, or not loaded at all.
+    """Loads planned copies; a copy that is not complete in the target is loaded again.
 
-    `write` runs a step on the target between two transactions. With `patient`, a bridge that does
-    not answer is waited for.
+    With `keep_trying`, a bridge that does not answer is asked again and again.
     """
 
     def __init__(
         self,
         client: Client,
-        writer: Writer,
-        write: Callable[[Callable[[], None]], Awaitable[None]],
+        target: TargetThread,
         status: MirrorStatus,
-        tell: Callable[[Notice], None],
+        notify: Callable[[Notice], None],
         *,
         fresh: bool,
-        patient: bool,
+        keep_trying: bool,
     ) -> None:
         self._client = client
-        self._writer = writer
-        self._write = write
+        self._target = target
         self._status = status
-        self._tell = tell
+        self._notify = notify
         self._fresh = fresh
-        self._patient = patient
+        self._keep_trying = keep_trying
         self._requests = asyncio.Semaphore(REQUESTS)
         self._loads = asyncio.Semaphore(LOADS)
 
@@ -82,13 +79,13 @@ class Loader:
             try:
                 await self._load_once(planned, fresh)
             except NotAvailable as error:
-                if not self._patient:
+                if not self._keep_trying:
                     raise
                 problem: Exception = error
             except (SnapshotFailed, CorruptData) as error:
-                # What is stored may be damaged or trimmed; a new snapshot is neither.
+                # The stored snapshot may be damaged or trimmed; a new one is neither.
                 if failures + 1 >= ATTEMPTS and not (
-                    self._patient and isinstance(error, SnapshotFailed)
+                    self._keep_trying and isinstance(error, SnapshotFailed)
                 ):
                     raise
                 problem, fresh = error, True
@@ -96,7 +93,7 @@ class Loader:
                 return
             pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
             failures += 1
-            self._tell(
+            self._notify(
                 Notice(
                     "snapshot failed",
                     {"table": table, "reason": str(problem), "retry_seconds": pause},
@@ -111,24 +108,25 @@ class Loader:
         if _is_older(snapshot.meta, planned):
             snapshot = await self._client.snapshot(planned.name, fresh=True)
         if _is_older(snapshot.meta, planned):
-            raise SnapshotFailed(f"snapshot of {table} is older than the gap it shall repair")
+            raise SnapshotFailed(f"snapshot of {table} is older than the gap that it must repair")
         async with self._loads:
             await self._fill(planned, snapshot)
 
     async def _fill(self, planned: MirrorCopy, snapshot: Snapshot) -> None:
         meta = snapshot.meta
         table = format_table_name(*planned.name)
-        copy = MirrorCopy(
+        copy = replace(
+            planned.become(CopyState.LOADING),
             schema=await self._schema_of(snapshot),
-            lane=Lane.NEXT,
             epoch=meta.epoch,
             snapshot_id=meta.snapshot_id,
             snapshot_lsn=meta.snapshot_lsn,
             stream_seq=meta.cdc_seq - 1,
             stream_created=meta.stream_created,
+            applied_lsn=0,
             relation_id=meta.relation_id,
         )
-        self._tell(
+        self._notify(
             Notice(
                 "loading",
                 {
@@ -140,19 +138,19 @@ class Loader:
             )
         )
         self._status.rows_expected += meta.row_count
-        # Should this end half way, the next start must still ask for a snapshot that will do.
+        # If loading ends half way, the next start must know the oldest snapshot that it may load.
         same_history = (planned.source, planned.epoch) == (meta.source, meta.epoch)
-        wanted_lsn = planned.snapshot_lsn if same_history else 0
-        started = replace(copy, snapshot_lsn=wanted_lsn)
-        await self._write(partial(self._writer.start_load, started))
+        oldest_lsn = planned.snapshot_lsn if same_history else 0
+        target, writer = self._target, self._target.writer
+        await target.write(writer.start_load, replace(copy, snapshot_lsn=oldest_lsn))
         async with aclosing(snapshot.chunks()) as chunks:
             async for chunk in chunks:
                 rows = [SnapshotRow(row, chunk.raw(index)) for index, row in enumerate(chunk)]
-                await self._write(partial(self._writer.load, copy, rows))
+                await target.write(writer.load, copy, rows)
                 self._status.rows_loaded += len(rows)
-        await self._write(partial(self._writer.finish_load, copy))
+        await target.write(writer.finish_load, copy)
         self._status.bootstraps += 1
-        self._tell(Notice("loaded", {"table": table, "rows": meta.row_count}))
+        self._notify(Notice("loaded", {"table": table, "rows": meta.row_count}))
 
     async def _schema_of(self, snapshot: Snapshot) -> TableSchema:
         meta = snapshot.meta
@@ -166,9 +164,9 @@ class Loader:
 
 
 def _is_older(meta: SnapshotMeta, planned: MirrorCopy) -> bool:
-    """Whether a snapshot is from before what it shall repair.
+    """Whether a snapshot is older than the oldest one that may be loaded.
 
-    Positions are an epoch's own, and epochs a source's: of another source any snapshot will do.
+    LSNs and epochs are compared only within a source; of another source any snapshot may be loaded.
     """
     return meta.source == planned.source and (meta.epoch, meta.snapshot_lsn) < (
         planned.epoch,

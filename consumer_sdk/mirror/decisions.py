@@ -1,4 +1,4 @@
-"""What the hand-off decides: actions on the target, or that something must be built anew."""
+"""What the hand-off decides: actions on the target, or that tables must be built anew."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Alter:
-    """Give a copy the structure of a later schema version."""
+    """Change the structure of a copy to that of another schema version."""
 
     copy: MirrorCopy
     schema: TableSchema
@@ -31,14 +31,14 @@ class Alter:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Make next copies visible, all at once."""
+    """Replace live copies by next copies, all at once."""
 
     copies: list[MirrorCopy]
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Remember these positions and copies and commit everything done so far."""
+    """Save positions and copies, and commit everything done so far."""
 
     positions: list[MirrorPosition]
     copies: list[MirrorCopy]

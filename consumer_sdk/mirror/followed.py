@@ -1,12 +1,13 @@
-"""What the hand-off knows of each source and each copy while it follows them."""
+"""What the hand-off knows of each source and each copy that it follows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from consumer_sdk.mirror.decisions import RepairNeeded
-from consumer_sdk.targets.target import Lane, MirrorPosition
+from consumer_sdk.targets.target import CopyState, Lane, MirrorPosition
 
 if TYPE_CHECKING:
     from consumer_sdk.targets.target import MirrorCopy, TableName
@@ -14,38 +15,72 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.envelope import Event
 
 
+class SourceState(Enum):
+    """What is done with the events of a source."""
+
+    WAITING = "waiting"
+    """Left for later: tables of the source wait for their snapshots."""
+    CATCHING_UP = "catching up"
+    """Applied and committed; next copies show once the log has been read up to `show_lsn`."""
+    REPLACING = "replacing"
+    """Applied, but committed only once next copies show: some of them replace live copies, and
+    the other live copies must not move ahead of these."""
+    FOLLOWING = "following"
+    """Applied and committed; every copy is live."""
+
+
 @dataclass(slots=True, eq=False)
 class FollowedCopy:
-    """A copy in use. Changes up to commit LSN `floor` are in it from the start."""
+    """A copy in use; it held every change up to commit LSN `floor` when it was read."""
 
     copy: MirrorCopy
     floor: int
     version: int
-    notice: TableSchema | None = None
+    announced: TableSchema | None = None
+    """The schema that the stream announced last."""
 
 
 @dataclass(slots=True, eq=False)
 class FollowedSource:
-    """A source being followed: how far it has been read, and the transaction that is open."""
+    """A source in the log: how far it has been read, and the transaction that is open."""
 
     name: str
     epoch: int
     position: MirrorPosition | None
+    """The position that the target holds."""
+    state: SourceState = SourceState.WAITING
     copies: dict[TableName, FollowedCopy] = field(default_factory=dict)
-    following: bool = True
-    """False while the source's tables wait for snapshots: its events are left for later."""
-    barrier: int | None = None
-    """The LSN up to which the log must be read before next copies may show."""
-    held: bool = False
-    closed_lsn: int = -1
+    show_lsn: int = 0
+    """Next copies show when every transaction with a smaller commit LSN has been read."""
+    closed_lsn: int = 0
+    """Commit LSN and `seq` of the end of the last transaction read."""
     closed_seq: int = 0
     read_through: int = 0
-    open_lsn: int = -1
+    """The stream sequence up to which everything has been read."""
+    open_lsn: int | None = None
+    """Commit LSN of the transaction of which part has been read, and the `seq` read last."""
     open_seq: int = -1
     pending: dict[FollowedCopy, list[Event]] = field(default_factory=dict)
+    """Changes of the open transaction."""
     spilled: bool = False
+    """Whether part of the open transaction has been written to the target."""
     unsaved: bool = False
     altered: set[FollowedCopy] = field(default_factory=set)
+    """Live copies that must be saved again."""
+
+    @property
+    def followed(self) -> bool:
+        """Whether its events are applied now."""
+        return self.state is not SourceState.WAITING
+
+    @property
+    def has_next(self) -> bool:
+        """Whether next copies wait to be shown."""
+        return self.state in (SourceState.CATCHING_UP, SourceState.REPLACING)
+
+    def may_show(self, lsn: int) -> bool:
+        """Whether next copies may show when everything below `lsn` has been read."""
+        return self.has_next and lsn >= self.show_lsn
 
     def tables(self) -> list[TableName]:
         """The tables in use."""
@@ -58,7 +93,7 @@ class FollowedSource:
         return self.position.stream_seq
 
     def live_position(self, stream_created: int) -> MirrorPosition | None:
-        """Where the live copies stand now; what is replayed for next copies does not move it."""
+        """The position of the live copies now; what is read again for next copies leaves it."""
         if all(copy.copy.lane is Lane.NEXT for copy in self.copies.values()):
             return None
         lsn, seq, read = self.closed_lsn, self.closed_seq, self.read_through
@@ -78,10 +113,10 @@ def follow_source(
 ) -> FollowedSource:
     """What to follow of a source, given its live and next copies in the target.
 
-    Next copies wait until all of the source are loaded. A source with a live table that is being
-    built anew waits with them: its other tables could not show the same transactions.
+    Next copies wait until all next copies of the source are loaded. If one of them replaces a live
+    copy, the whole source waits: its other tables could not show the same transactions.
     """
-    loaded = bool(coming) and all(copy.loaded for copy in coming.values())
+    loaded = bool(coming) and all(copy.state is CopyState.CATCHING_UP for copy in coming.values())
     replaced = live.keys() & coming.keys()
     kept = {} if position is None else {t: c for t, c in live.items() if t not in coming}
     epoch = position.epoch if position is not None and kept else 0
@@ -93,20 +128,21 @@ def follow_source(
         if stale:
             raise RepairNeeded(f"source {name} began a new epoch {epoch}", stale)
     source = FollowedSource(name, epoch, position)
-    source.following = loaded or (bool(kept) and not replaced)
-    if not source.following:
+    if loaded:
+        source.state = SourceState.REPLACING if kept and replaced else SourceState.CATCHING_UP
+    elif kept and not replaced:
+        source.state = SourceState.FOLLOWING
+    else:
         return source
     for table, copy in kept.items():
         assert position is not None
         source.copies[table] = FollowedCopy(copy, position.commit_lsn, copy.schema.schema_version)
     if loaded:
-        # A snapshot may be older than what already shows, also where every table has one.
-        source.barrier = 0
+        # A snapshot may be older than what shows already, even if every table has one.
         if position is not None and position.epoch == epoch:
-            source.barrier = position.commit_lsn + 1
-        source.held = bool(kept and replaced)
+            source.show_lsn = position.commit_lsn + 1
         for table, copy in coming.items():
             floor = max(copy.snapshot_lsn - 1, copy.applied_lsn)
             source.copies[table] = FollowedCopy(copy, floor, copy.schema.schema_version)
-            source.barrier = max(source.barrier, copy.snapshot_lsn, copy.applied_lsn + 1)
+            source.show_lsn = max(source.show_lsn, copy.snapshot_lsn, copy.applied_lsn + 1)
     return source

@@ -1,4 +1,4 @@
-"""Following a feed: batches in, decisions out to the target, one batch ahead of it."""
+"""Follows a feed: reads a batch and decides about it while the one before is written."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import NotAvailable
 from consumer_sdk.mirror.decisions import Save
+from consumer_sdk.mirror.notices import MirrorPhase
 from consumer_sdk.reading.progress import newest_lsn
 from consumer_sdk.transport.cancellation import stay_cancelled
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from consumer_sdk.mirror.decisions import Action
     from consumer_sdk.mirror.handoff import HandOff
     from consumer_sdk.mirror.notices import MirrorStatus
-    from consumer_sdk.mirror.writer import Writer
+    from consumer_sdk.mirror.writer import TargetThread
     from consumer_sdk.reading.changes import ChangeFeed
     from consumer_sdk.reading.decoder import Stored
     from consumer_sdk.targets.target import TableName
@@ -36,39 +37,34 @@ class FollowEnd(Enum):
     """Why following ended."""
 
     FINISHED = "finished"
+    """The mirror was stopped, or has applied everything it was asked to."""
     RESTART = "restart"
+    """The state of the target changed and must be read again."""
 
 
 class Follower:
-    """Applies what a feed brings until stopped, finished, or something was loaded beside it.
+    """Applies the changes of a feed until stopped, finished, or the target has a new table.
 
-    `lock` is held while the target is within a transaction that spans several batches.
+    With `discover`, all tables are followed, and it is called with the names of unknown ones.
     """
 
     def __init__(
         self,
         client: Client,
         machine: HandOff,
-        writer: Writer,
-        call: Callable[..., Awaitable[Any]],
-        lock: asyncio.Lock,
+        target: TargetThread,
         status: MirrorStatus,
         *,
-        created: int,
         stop: asyncio.Event,
         discover: Callable[[frozenset[TableName]], Awaitable[bool]] | None,
     ) -> None:
         self._client = client
         self._machine = machine
-        self._writer = writer
-        self._call = call
-        self._lock = lock
+        self._target = target
         self._status = status
-        self._created = created
         self._stop = stop
         self._discover = discover
         self._writing: asyncio.Task[None] | None = None
-        self._holding = False
         self._applied_before = status.events_applied
         self._saved_at = time.monotonic()
         tables = machine.tables()
@@ -82,7 +78,7 @@ class Follower:
             self._tables,
             self._machine.start_sequence,
             extra_subjects=self._progress if self._tables is not None else (),
-            created=self._created,
+            created=self._machine.stream_created,
             max_batch=MAX_BATCH,
         )
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -97,16 +93,17 @@ class Follower:
             await asyncio.wait([stopping, watching])
             if self._writing is not None:
                 await asyncio.wait([self._writing])
-            await self._call(self._writer.rollback)
-            self._release()
+            await self._target.call(self._target.writer.rollback)
+            self._target.release()
 
     async def _follow(
         self, feed: ChangeFeed, signals: list[asyncio.Task[Any]], until: int | None
     ) -> FollowEnd:
         while True:
             await stay_cancelled()
-            self._status.state = "catching up" if self._machine.waiting_for else "following"
-            wait = PROBE_SECONDS if until is not None or self._machine.waiting_for else IDLE_SECONDS
+            waiting = bool(self._machine.waiting_for)
+            self._status.state = MirrorPhase.CATCHING_UP if waiting else MirrorPhase.FOLLOWING
+            wait = PROBE_SECONDS if until is not None or waiting else IDLE_SECONDS
             taking = asyncio.ensure_future(feed.next(wait))
             try:
                 await asyncio.wait([taking, *signals], return_when=asyncio.FIRST_COMPLETED)
@@ -123,7 +120,7 @@ class Follower:
             if batch:
                 await self._apply(batch)
             else:
-                # The feed itself waits for NATS to come back; so does what is asked beside it.
+                # The feed waits for NATS to come back; until then nothing else can be asked.
                 with suppress(NotAvailable):
                     await self._idle(feed)
             if self._machine.discovered and await self._add_discovered():
@@ -133,16 +130,16 @@ class Follower:
                 return FollowEnd.FINISHED
 
     async def _add_discovered(self) -> bool:
-        """Tell of tables that were met in the stream, between two transactions."""
+        """Plan copies of unknown tables that the stream holds, between two transactions."""
         await self._finish_writing()
-        if self._holding or self._discover is None:
+        if self._target.reserved or self._discover is None:
             return False
         found = frozenset(self._machine.discovered)
         self._machine.discovered.clear()
         return await self._discover(found)
 
     async def _watch(self) -> None:
-        """With all tables wanted, end as soon as a table is published that is not known."""
+        """If all tables are wanted, end as soon as an unknown table is published."""
         if self._discover is None:
             await asyncio.Event().wait()
             return
@@ -168,26 +165,20 @@ class Follower:
     async def _perform(self, actions: list[Action]) -> None:
         await self._finish_writing()
         if actions:
-            if not self._holding:
-                await self._lock.acquire()
-                self._holding = True
+            await self._target.reserve()
             self._writing = asyncio.ensure_future(self._write(actions))
 
     async def _write(self, actions: list[Action]) -> None:
-        await self._call(self._writer.perform, actions)
-        if not self._writer.in_transaction:
-            self._release()
+        writer = self._target.writer
+        await self._target.call(writer.perform, actions)
+        if not writer.in_transaction:
+            self._target.release()
         for action in actions:
             if isinstance(action, Save):
                 self._status.commits += 1
                 for position in action.positions:
                     self._status.positions[position.source] = position
         self._status.events_applied = self._applied_before + self._machine.events_applied
-
-    def _release(self) -> None:
-        if self._holding:
-            self._holding = False
-            self._lock.release()
 
     async def _finish_writing(self) -> None:
         writing, self._writing = self._writing, None
@@ -201,7 +192,7 @@ class Follower:
         self._status.caught_up = feed.caught_up
         now = time.monotonic()
         if now - self._saved_at > SAVE_SECONDS:
-            # Others' messages may be trimmed unseen: having read past them is worth remembering.
+            # Messages of other tables may be trimmed; a saved sequence after them shows no gap.
             self._saved_at = now
             await self._perform(self._machine.read_through(feed.next_sequence - 1))
         for source, (epoch, wanted_lsn) in self._machine.waiting_for.items():
@@ -214,11 +205,12 @@ class Follower:
 
     async def _reached(self, feed: ChangeFeed, until: int) -> bool:
         await self._finish_writing()
-        if self._machine.waiting_for or self._writer.in_transaction or self._machine.is_open:
+        in_transaction = self._target.writer.in_transaction or self._machine.is_open
+        if self._machine.waiting_for or in_transaction:
             return False
         return await self._has_read(feed, until)
 
     async def _has_read(self, feed: ChangeFeed, through: int) -> bool:
         return await self._client.log().is_read_through(
-            self._filters, feed.next_sequence, through, self._created
+            self._filters, feed.next_sequence, through, self._machine.stream_created
         )

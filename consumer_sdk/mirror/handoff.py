@@ -1,19 +1,19 @@
 """The hand-off from snapshots to changes, and what follows it, as a pure state machine.
 
-Events go in, in stream order; what is to be done to the target comes out. The rules:
+Events go in, in stream order; actions on the target come out. The rules:
 
 - A change belongs to a copy iff its commit LSN is at least the copy's snapshot LSN and after what
   the copy has applied already.
-- Next copies of a source become visible together, once the log has been read past the largest of
-  their snapshot LSNs and past the position of the live copies: all tables then stand at the same
-  place between two transactions.
-- A commit never splits a transaction. Several may share one commit. A transaction too large to
-  keep is written as it comes, and nothing is committed until it is complete.
-- Where a live table must be built anew while others of its source stay, those are held at their
-  position until all can show together.
+- Next copies of a source become live together, once the log has been read past the largest of
+  their snapshot LSNs and past the position of the live copies: all tables then hold the same
+  transactions.
+- A commit never splits a transaction. Several transactions may share one commit. A transaction too
+  large for memory is written as it comes, and committed when it is complete.
+- While a next copy replaces a live one, the other live tables of the source stay at their position
+  until all can show together.
 
-Whatever breaks the history raises `RepairNeeded`; the machine is of no use afterwards, and a new
-one starts from the state of the target. HOT PATH: `advance` looks at every event.
+What breaks the history raises `RepairNeeded`. The machine cannot be used afterwards; a new one
+starts from the state of the target. HOT PATH: `advance` looks at every event.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Save
-from consumer_sdk.mirror.followed import follow_source
+from consumer_sdk.mirror.followed import SourceState, follow_source
 from consumer_sdk.reading.progress import gap_of
 from consumer_sdk.targets.evolution import Effect, compare
-from consumer_sdk.targets.target import Lane
+from consumer_sdk.targets.target import CopyState, Lane
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.lsn import format_lsn
 
@@ -46,7 +46,7 @@ _UNCOUNTED = frozenset({"SCHEMA", "PROGRESS", "MESSAGE"})
 class HandOff:
     """Decides about every event of a stream, starting from what a target remembers.
 
-    With `discover`, names of tables that the target does not have collect in `discovered`.
+    With `discover`, `discovered` collects the names of tables that the target does not have.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HandOff:
     ) -> None:
         self.discovered: set[TableName] = set()
         self.events_applied = 0
-        self._created = stream_created
+        self.stream_created = stream_created
         self._discover = discover
         self._spill_events = spill_events
         self._sources: dict[str, FollowedSource] = {}
@@ -71,7 +71,7 @@ class HandOff:
         coming = state.lane(Lane.NEXT)
         for name in sorted({copy.source for copy in copies}):
             next_ = {table: copy for table, copy in coming.items() if copy.source == name}
-            # What another source publishes now stays as it is until that one's takes its place.
+            # If another source publishes a table now, its next copy replaces the live one.
             others = coming.keys() - next_.keys()
             mine = {t: copy for t, copy in live.items() if copy.source == name and t not in others}
             source = follow_source(name, state.positions.get(name), mine, next_)
@@ -79,30 +79,30 @@ class HandOff:
             for table, copy in source.copies.items():
                 self._owners[table] = (name, source.read_so_far(copy))
         for table, planned in coming.items():
-            # It may come from another source than what shows; before it is loaded, from any.
+            # The next copy may come from another source than the live one, from any until loaded.
             self._owners[table] = (planned.source, planned.stream_seq) if planned.loaded else None
 
     @property
     def following(self) -> bool:
         """Whether there is any source to follow now."""
-        return any(source.following for source in self._sources.values())
+        return any(source.followed for source in self._sources.values())
 
     @property
     def is_open(self) -> bool:
         """Whether part of a transaction has been read, but not its end."""
-        return any(source.open_lsn >= 0 for source in self._sources.values())
+        return any(source.open_lsn is not None for source in self._sources.values())
 
     def sources(self) -> list[str]:
         """The sources being followed."""
-        return [name for name, source in self._sources.items() if source.following]
+        return [name for name, source in self._sources.items() if source.followed]
 
     @property
     def waiting_for(self) -> dict[str, tuple[int, int]]:
-        """Sources whose next copies wait for the log to be read past an LSN; epoch and LSN."""
+        """Sources whose next copies wait for the log to be read up to an LSN; epoch and LSN."""
         return {
-            source.name: (source.epoch, source.barrier)
+            source.name: (source.epoch, source.show_lsn)
             for source in self._sources.values()
-            if source.following and source.barrier is not None
+            if source.has_next
         }
 
     @property
@@ -111,7 +111,7 @@ class HandOff:
         return 1 + min(
             source.read_so_far(copy)
             for source in self._sources.values()
-            if source.following
+            if source.followed
             for copy in source.copies.values()
         )
 
@@ -121,7 +121,7 @@ class HandOff:
             {
                 table
                 for source in self._sources.values()
-                if source.following
+                if source.followed
                 for table in source.copies
             }
         )
@@ -129,13 +129,14 @@ class HandOff:
     def advance(self, batch: Sequence[Stored]) -> list[Action]:
         """Take the next events; returns what to do, in order."""
         sources = self._sources
+        waiting = SourceState.WAITING
         place, count = 0, len(batch)
         while place < count:
             item = batch[place]
             place += 1
             event = item.event
             source = sources.get(event.source)
-            if source is None or not source.following:
+            if source is None or source.state is waiting:
                 self._foreign(event, item.stream_seq)
                 continue
             changes = self._consider(source, event, item.stream_seq)
@@ -222,7 +223,7 @@ class HandOff:
     def read_through(self, stream_seq: int) -> list[Action]:
         """Note that nothing more of the wanted tables is stored up to `stream_seq`."""
         for source in self._sources.values():
-            if source.following and source.open_lsn < 0 and stream_seq > source.read_through:
+            if source.followed and source.open_lsn is None and stream_seq > source.read_through:
                 source.read_through = stream_seq
                 source.unsaved = True
         return self._finish()
@@ -230,33 +231,34 @@ class HandOff:
     def passed(self, name: str, lsn: int, stream_seq: int) -> list[Action]:
         """Note that every transaction of a source with a commit LSN below `lsn` has been read."""
         source = self._sources.get(name)
-        if source is not None and source.following and source.open_lsn < 0:
+        if source is not None and source.followed and source.open_lsn is None:
             self._reach(source, lsn, stream_seq)
         return self._finish()
 
     # transactions
 
     def _open(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
-        if source.open_lsn >= 0:
+        if source.open_lsn is not None:
             raise RepairNeeded(
                 f"transaction {format_lsn(source.open_lsn)} of source {source.name} has no end",
                 source.tables(),
             )
-        if source.barrier is not None and lsn >= source.barrier:
+        if source.may_show(lsn):
             self._promote(source, lsn, stream_seq - 1)
         source.open_lsn = lsn
         source.open_seq = -1
 
     def _close(self, source: FollowedSource, stream_seq: int) -> None:
         lsn = source.open_lsn
+        assert lsn is not None, "no transaction is open"
         self._take_pending(source)
         source.spilled = False
-        source.open_lsn = -1
+        source.open_lsn = None
         source.closed_lsn = lsn
         source.closed_seq = source.open_seq
         source.read_through = stream_seq
         source.unsaved = True
-        if source.barrier is not None and lsn + 1 >= source.barrier:
+        if source.may_show(lsn + 1):
             self._promote(source, lsn + 1, stream_seq)
 
     def _reach(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
@@ -265,18 +267,17 @@ class HandOff:
             source.closed_seq = 0
             source.read_through = max(source.read_through, stream_seq)
             source.unsaved = True
-        if source.barrier is not None and lsn >= source.barrier:
+        if source.may_show(lsn):
             self._promote(source, lsn, stream_seq)
 
     def _promote(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
-        """Let next copies show: everything below `lsn` is applied, nothing at or after it."""
+        """Make next copies live: everything below `lsn` is applied, nothing at or after it."""
         self._flush()
         coming = [copy for copy in source.copies.values() if copy.copy.lane is Lane.NEXT]
         self._actions.append(Promote([copy.copy for copy in coming]))
         for copy in coming:
-            copy.copy = replace(copy.copy, lane=Lane.LIVE)
-        source.barrier = None
-        source.held = False
+            copy.copy = copy.copy.become(CopyState.LIVE)
+        source.state = SourceState.FOLLOWING
         source.closed_lsn = max(source.closed_lsn, lsn - 1)
         source.read_through = max(source.read_through, stream_seq)
         source.unsaved = True
@@ -302,7 +303,7 @@ class HandOff:
             if sum(map(len, source.pending.values())) > self._spill_events:
                 self._spill(source)
         self._flush()
-        if not any(source.spilled or source.held for source in self._sources.values()):
+        if not any(map(_holds_commit, self._sources.values())):
             self._commit()
         actions, self._actions = self._actions, []
         return actions
@@ -318,7 +319,7 @@ class HandOff:
             if not source.unsaved:
                 continue
             source.unsaved = False
-            position = source.live_position(self._created)
+            position = source.live_position(self.stream_created)
             if position is not None and position != source.position:
                 source.position = position
                 positions.append(position)
@@ -343,7 +344,7 @@ class HandOff:
             schema = TableSchema.from_document(event.document)
             copy = source.copies.get((schema.schema, schema.table))
             if copy is not None:
-                copy.notice = schema
+                copy.announced = schema
             else:
                 self._foreign(event, stream_seq)
         elif event.operation == "PROGRESS" and event.document is not None:
@@ -363,11 +364,11 @@ class HandOff:
                     broken,
                     event.commit_lsn + 1,
                 )
-        if source.open_lsn < 0:
+        if source.open_lsn is None:
             self._reach(source, event.commit_lsn, stream_seq)
 
     def _foreign(self, event: Event, stream_seq: int) -> None:
-        """An event of a table or source that is not being followed."""
+        """Take an event of a table or source that is not followed."""
         name = (event.schema, event.table)
         if not event.table:
             return
@@ -389,22 +390,27 @@ class HandOff:
 
     def _evolve(self, source: FollowedSource, copy: FollowedCopy, version: int, lsn: int) -> None:
         """Follow the table to the schema version of the change that comes next."""
-        notice = copy.notice
-        if notice is None or notice.schema_version != version:
+        announced = copy.announced
+        if announced is None or announced.schema_version != version:
             raise RepairNeeded(
                 f"rows of schema version {version} came without that schema",
                 [copy.copy.name],
                 lsn + 1,
             )
-        evolution = compare(copy.copy.schema, notice)
+        evolution = compare(copy.copy.schema, announced)
         if evolution.effect is Effect.REBUILD:
             raise RepairNeeded(evolution.reason, [copy.copy.name], lsn + 1)
-        # What came before is written under the version it came with; all shows at the end.
+        # Changes that came before are written in the version they came in, and commit with it.
         self._spill(source)
         self._flush()
         if evolution.effect is Effect.ALTER:
-            self._actions.append(Alter(copy.copy, notice))
-        copy.copy = replace(copy.copy, schema=notice)
+            self._actions.append(Alter(copy.copy, announced))
+        copy.copy = replace(copy.copy, schema=announced)
         copy.version = version
         source.altered.add(copy)
         source.unsaved = True
+
+
+def _holds_commit(source: FollowedSource) -> bool:
+    """Whether a commit would show part of a transaction, or tables at different positions."""
+    return source.spilled or source.state is SourceState.REPLACING

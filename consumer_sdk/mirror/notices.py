@@ -1,8 +1,9 @@
-"""What a mirror tells about itself while it runs."""
+"""What a mirror reports while it runs: notices for a log, and its status."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from consumer_sdk.wire.subjects import format_table_name
@@ -15,19 +16,28 @@ MOST_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something worth a line in a log: `event` in lower case, the rest as fields."""
+    """A line for a log: the event in lower case, and its fields."""
 
     event: str
     fields: dict[str, str | int | float] = field(default_factory=dict)
     warning: bool = False
 
 
+class MirrorPhase(StrEnum):
+    """What a mirror does now."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    CATCHING_UP = "catching up"
+    FOLLOWING = "following"
+    STOPPED = "stopped"
+
+
 @dataclass(slots=True)
 class MirrorStatus:
-    """Where a mirror stands; changed in place while it runs."""
+    """What a mirror does and has done; it changes while the mirror runs."""
 
-    state: str = "starting"
-    """starting, loading, catching up, following, or stopped."""
+    state: MirrorPhase = MirrorPhase.STARTING
     tables: int = 0
     tables_loading: int = 0
     rows_loaded: int = 0
@@ -43,7 +53,7 @@ class MirrorStatus:
 
 
 def table_list(tables: list[TableName] | frozenset[TableName]) -> str:
-    """Table names for a log line; of many only some."""
+    """Table names for a log line; of many names only the first."""
     names = [format_table_name(*table) for table in sorted(tables)]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ",".join(names[:MOST_NAMES]) + more

@@ -1,7 +1,7 @@
-"""A mirror at work: plan copies, load them, follow the changes, repair what breaks.
+"""Runs a mirror: plans copies, loads them, follows the changes, repairs gaps.
 
-Whatever happens, going on means: read what the target remembers, and continue from there. A crash,
-a repair and a newly loaded table all take the same way.
+After a crash, a repair or a newly loaded table the mirror does the same: it reads what the target
+remembers and continues from there.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import GapError, NotAvailable, UnknownTable, UsageError
 from consumer_sdk.mirror.bootstrap import Loader
 from consumer_sdk.mirror.decisions import RepairNeeded
 from consumer_sdk.mirror.follower import FollowEnd, Follower
 from consumer_sdk.mirror.handoff import HandOff
-from consumer_sdk.mirror.notices import MirrorStatus, Notice, table_list
-from consumer_sdk.mirror.writer import Writer
+from consumer_sdk.mirror.notices import MirrorPhase, MirrorStatus, Notice, table_list
+from consumer_sdk.mirror.writer import TargetThread
 from consumer_sdk.reading.proof import find_break
 from consumer_sdk.reading.schemas import resolve_table
 from consumer_sdk.targets.target import Lane, MirrorCopy, TableName, TargetState
@@ -39,19 +37,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 REPAIR_PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
 CALM_SECONDS = 60.0
 RETRY_SECONDS = 1.0
-INTERRUPT_SECONDS = 1.0
 
 
 class Mirror:
     """Keeps tables in a target equal to the source; `run` it once.
 
-    `tables` None means all that are published, now and later. Tables that the target holds already
-    are followed too. `fresh` builds everything anew, `on_notice` gets what is worth a log line.
+    `tables` None means every published table, now and later. Tables that the target holds already
+    are followed too. `fresh` builds everything anew, `on_notice` gets lines for a log.
     """
 
     def __init__(
@@ -67,10 +62,9 @@ class Mirror:
         self._client = client
         self._wanted = None if tables is None else [resolve_table(table) for table in tables]
         self._fresh = fresh
-        self._tell = on_notice or _log
-        self._writer = Writer(into)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror-target")
-        self._between_transactions = asyncio.Lock()
+        self._notify = on_notice or _log
+        self._target = TargetThread(into)
+        self._writer = self._target.writer
         self._stop = asyncio.Event()
         self._skipped: set[TableName] = set()
         self._repaired_at = 0.0
@@ -83,17 +77,17 @@ class Mirror:
     async def run(self, *, once: bool = False) -> None:
         """Mirror until stopped, or `once`: until everything stored at the start is applied.
 
-        Raises whatever makes going on impossible; the target then shows the last whole state.
+        Raises CdcError if it cannot go on; the target then shows the last committed state.
         """
         try:
-            state = await self._call(self._writer.open)
+            state = await self._target.call(self._writer.open)
             try:
                 await self._run(state, once)
             finally:
-                self.status.state = "stopped"
-                await self._call(self._writer.close)
+                self.status.state = MirrorPhase.STOPPED
+                await self._target.call(self._writer.close)
         finally:
-            self._thread.shutdown()
+            self._target.close()
 
     async def _run(self, state: TargetState, once: bool) -> None:
         bounds = await self._client.log().bounds()
@@ -102,9 +96,9 @@ class Mirror:
         until = bounds.last if once else None
         while not self._stop.is_set():
             await stay_cancelled()
-            patient = started and not once
+            keep_trying = started and not once
             try:
-                if await self._continue(until, patient=patient) is FollowEnd.FINISHED:
+                if await self._continue(until, keep_trying=keep_trying) is FollowEnd.FINISHED:
                     return
                 started = True
             except RepairNeeded as repair:
@@ -112,20 +106,20 @@ class Mirror:
             except GapError as gap:
                 await self._repair(await self._broken_by(gap))
             except UnknownTable:
-                # Gone since the last look; the next one leaves it out.
+                # The table was dropped meanwhile; the next round leaves it out.
                 if self._wanted is not None:
                     raise
-                await self._unless_stopped(asyncio.ensure_future(asyncio.sleep(RETRY_SECONDS)))
+                await self._pause(RETRY_SECONDS)
             except NotAvailable as error:
-                if not patient:
+                if not keep_trying:
                     raise
-                self._tell(Notice("waiting", {"reason": str(error)}, warning=True))
-                await self._unless_stopped(asyncio.ensure_future(asyncio.sleep(RETRY_SECONDS)))
+                self._notify(Notice("waiting", {"reason": str(error)}, warning=True))
+                await self._pause(RETRY_SECONDS)
 
     # planning
 
     async def _plan(self, state: TargetState) -> None:
-        """Expect a next copy of every wanted table that the target does not have yet."""
+        """Plan a next copy of every wanted table that the target does not have yet."""
         schemas = {(schema.schema, schema.table): schema for schema in await self._client.tables()}
         known = {copy.name for copy in state.copies if not copy.retired}
         back = [copy.name for copy in state.copies if copy.retired and copy.name in schemas]
@@ -136,14 +130,14 @@ class Mirror:
                 continue
             schema = schemas.get(name) or await self._client.schema(name)
             if self._has_columns(schema):
-                missing.append(MirrorCopy(schema, Lane.NEXT))
+                missing.append(MirrorCopy(schema))
         for name in known - set(wanted) if self._wanted is not None else ():
-            self._tell(Notice("also following", {"table": table_list([name])}))
+            self._notify(Notice("also following", {"table": table_list([name])}))
         if missing:
-            await self._write(lambda: self._writer.expect(missing))
+            await self._target.write(self._writer.plan, missing)
 
     def _has_columns(self, schema: TableSchema) -> bool:
-        """Whether there is anything to mirror; a table that is asked for by name must have it."""
+        """Whether there is anything to mirror; UsageError for a table asked for by name."""
         name = (schema.schema, schema.table)
         if schema.columns:
             return True
@@ -154,7 +148,7 @@ class Mirror:
             )
         if name not in self._skipped:
             self._skipped.add(name)
-            self._tell(
+            self._notify(
                 Notice(
                     "table skipped",
                     {"table": table_list([name]), "reason": "it has no columns"},
@@ -164,50 +158,47 @@ class Mirror:
         return False
 
     async def _discover(self, names: frozenset[TableName]) -> bool:
-        """Expect copies of newly published tables; whether there are any."""
-        state = await self._write(self._writer.read_state)
+        """Plan copies of newly published tables; whether there are any."""
+        state = await self._target.write(self._writer.read_state)
         known = {copy.name for copy in state.copies if not copy.retired}
         schemas = [s for s in await self._client.tables() if (s.schema, s.table) in names - known]
         schemas = [schema for schema in schemas if self._has_columns(schema)]
         if schemas:
-            new = [MirrorCopy(schema, Lane.NEXT) for schema in schemas]
-            self._tell(Notice("new tables", {"tables": table_list([copy.name for copy in new])}))
-            await self._write(lambda: self._writer.expect(new))
+            new = [MirrorCopy(schema) for schema in schemas]
+            self._notify(Notice("new tables", {"tables": table_list([copy.name for copy in new])}))
+            await self._target.write(self._writer.plan, new)
         return bool(schemas)
 
     # loading and following
 
-    async def _continue(self, until: int | None, *, patient: bool) -> FollowEnd:
-        """Go on from what the target remembers until that has to be read again."""
-        state = await self._write(self._writer.read_state)
-        bounds = await self._bounds(patient)
+    async def _continue(self, until: int | None, *, keep_trying: bool) -> FollowEnd:
+        """Continue from what the target remembers until that must be read again."""
+        state = await self._target.write(self._writer.read_state)
+        bounds = await self._bounds(keep_trying)
         await self._require_continuity(state, bounds)
-        unloaded = [copy for copy in state.copies if not copy.loaded and copy.lane is Lane.NEXT]
+        unloaded = [copy for copy in state.copies if not copy.loaded]
         if unloaded and await self._retire(state, unloaded):
             return FollowEnd.RESTART
         machine = HandOff(state, bounds.created, discover=self._wanted is None)
         self.status.tables = len({copy.name for copy in state.copies if not copy.retired})
         self.status.positions = dict(state.positions)
-        loading = asyncio.create_task(self._load(unloaded, patient)) if unloaded else None
+        loading = asyncio.create_task(self._load(unloaded, keep_trying)) if unloaded else None
         try:
             if not machine.following:
                 if loading is None:
                     return await self._wait_for_tables(until)
-                self.status.state = "loading"
+                self.status.state = MirrorPhase.LOADING
                 await self._unless_stopped(loading)
                 return FollowEnd.RESTART
             follower = Follower(
                 self._client,
                 machine,
-                self._writer,
-                self._call,
-                self._between_transactions,
+                self._target,
                 self.status,
-                created=bounds.created,
                 stop=self._stop,
                 discover=self._discover if self._wanted is None else None,
             )
-            self._tell(
+            self._notify(
                 Notice(
                     "following",
                     {"tables": table_list(machine.tables()), "sequence": machine.start_sequence},
@@ -220,30 +211,29 @@ class Mirror:
                 await asyncio.wait([loading])
 
     async def _retire(self, state: TargetState, planned: list[MirrorCopy]) -> bool:
-        """Leave tables out that are not published any more; a table asked for by name is not."""
+        """Leave out tables that are not published any more, but none that was asked for by name."""
         published = {(schema.schema, schema.table) for schema in await self._client.tables()}
         names = frozenset(copy.name for copy in planned)
         gone = names - published - set(self._wanted or ())
         if gone:
             copies = [copy for copy in state.copies if copy.name in gone]
-            await self._write(lambda: self._writer.retire(copies))
+            await self._target.write(self._writer.retire, copies)
             reason = "not published any more, rows are kept"
-            self._tell(
+            self._notify(
                 Notice(
                     "tables left out", {"tables": table_list(gone), "reason": reason}, warning=True
                 )
             )
         return bool(gone)
 
-    async def _load(self, copies: list[MirrorCopy], patient: bool) -> None:
+    async def _load(self, copies: list[MirrorCopy], keep_trying: bool) -> None:
         loader = Loader(
             self._client,
-            self._writer,
-            self._write,
+            self._target,
             self.status,
-            self._tell,
+            self._notify,
             fresh=self._fresh,
-            patient=patient,
+            keep_trying=keep_trying,
         )
         await loader.run(copies)
         self._fresh = False
@@ -262,6 +252,9 @@ class Mirror:
                 await asyncio.wait([watch])
         return FollowEnd.RESTART
 
+    async def _pause(self, seconds: float) -> None:
+        await self._unless_stopped(asyncio.ensure_future(asyncio.sleep(seconds)))
+
     async def _unless_stopped(self, task: asyncio.Future[Any]) -> None:
         """Wait for a task or for `stop`, whichever comes first."""
         stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stop.wait())
@@ -276,17 +269,17 @@ class Mirror:
 
     # repair
 
-    async def _bounds(self, patient: bool) -> StreamBounds:
-        """What the stream holds; a stream that is away is waited for once the mirror has begun."""
+    async def _bounds(self, keep_trying: bool) -> StreamBounds:
+        """The first and last sequence of the stream; with `keep_trying`, waits for the stream."""
         while True:
             await stay_cancelled()
             try:
                 return await self._client.log().bounds()
             except NotAvailable as error:
-                if not patient or self._stop.is_set():
+                if not keep_trying or self._stop.is_set():
                     raise
-                self._tell(Notice("waiting", {"reason": str(error)}, warning=True))
-            await self._unless_stopped(asyncio.ensure_future(asyncio.sleep(RETRY_SECONDS)))
+                self._notify(Notice("waiting", {"reason": str(error)}, warning=True))
+            await self._pause(RETRY_SECONDS)
 
     async def _require_continuity(self, state: TargetState, bounds: StreamBounds) -> None:
         """Raise RepairNeeded for tables whose history the stream no longer continues."""
@@ -308,17 +301,17 @@ class Mirror:
                 raise RepairNeeded(reason, tables)
 
     async def _broken_by(self, gap: GapError) -> RepairNeeded:
-        state = await self._write(self._writer.read_state)
+        state = await self._target.write(self._writer.read_state)
         try:
-            await self._require_continuity(state, await self._bounds(patient=True))
+            await self._require_continuity(state, await self._bounds(keep_trying=True))
         except RepairNeeded as repair:
             return repair
         return RepairNeeded(gap.reason, [c.name for c in state.copies if not c.retired])
 
     async def _repair(self, repair: RepairNeeded) -> None:
-        """Plan the broken tables anew; their live copies stay readable until that is done."""
+        """Plan new copies of the broken tables; readers see the live copies until then."""
         self.status.repairs += 1
-        self._tell(
+        self._notify(
             Notice(
                 "gap", {"reason": repair.reason, "tables": table_list(repair.tables)}, warning=True
             )
@@ -328,38 +321,14 @@ class Mirror:
         self._repairs_in_a_row = 0 if calm else self._repairs_in_a_row + 1
         pause = REPAIR_PAUSES[min(self._repairs_in_a_row, len(REPAIR_PAUSES) - 1)]
         if pause:
-            await self._unless_stopped(asyncio.ensure_future(asyncio.sleep(pause)))
+            await self._pause(pause)
         self._repaired_at = time.monotonic()
-        state = await self._write(self._writer.read_state)
+        state = await self._target.write(self._writer.read_state)
         newest = state.lane(Lane.LIVE) | state.lane(Lane.NEXT)
         planned = [
-            replace(newest[name], lane=Lane.NEXT, loaded=False, snapshot_lsn=repair.snapshot_lsn)
-            for name in repair.tables
-            if name in newest
+            newest[name].plan_again(repair.snapshot_lsn) for name in repair.tables if name in newest
         ]
-        await self._write(lambda: self._writer.expect(planned))
-
-    # the target's thread
-
-    async def _call(self, step: Callable[..., Result], *arguments: object) -> Result:
-        """Run a step on the target's own thread; if this is cancelled, it ends before that shows.
-
-        A step that then goes on for a while may wait for somebody else, and is interrupted.
-        """
-        running = asyncio.get_running_loop().run_in_executor(self._thread, step, *arguments)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            while not (await asyncio.wait([running], timeout=INTERRUPT_SECONDS))[0]:
-                await asyncio.to_thread(self._writer.interrupt)
-            # Whatever came of it is given up.
-            running.exception()
-            raise
-
-    async def _write(self, step: Callable[[], Result]) -> Result:
-        """Run a step on the target between two transactions."""
-        async with self._between_transactions:
-            return await self._call(step)
+        await self._target.write(self._writer.plan, planned)
 
 
 async def mirror(

@@ -1,23 +1,28 @@
-"""Carries out what the hand-off decides, in the target's transactions."""
+"""Writes to the target, on a thread of its own: rows of snapshots, and the hand-off's actions."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Save
-from consumer_sdk.targets.target import CannotAlter, Lane, MirrorCopy
+from consumer_sdk.targets.target import CannotAlter, CopyState, Lane, MirrorCopy
 from consumer_sdk.transport.holds import hold
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from consumer_sdk.mirror.decisions import Action
     from consumer_sdk.targets.target import SnapshotRow, Target, TargetState
 
+Result = TypeVar("Result")
+
+INTERRUPT_SECONDS = 1.0
+
 
 class Writer:
-    """The only one that changes the target; every method but `interrupt` belongs to one thread."""
+    """Changes the target, and nothing else does; one thread calls all methods but `interrupt`."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -36,7 +41,7 @@ class Writer:
             self._target.close()
 
     def interrupt(self) -> None:
-        """Let a call that is under way end soon; for any thread."""
+        """Make a call that is under way end soon; any thread may call this."""
         self._target.interrupt()
 
     def read_state(self) -> TargetState:
@@ -51,7 +56,7 @@ class Writer:
             self._target.rollback()
 
     def perform(self, actions: Sequence[Action]) -> None:
-        """Do these, in order; without a Save among them the transaction stays open."""
+        """Carry out actions, in order; the transaction stays open until a Save."""
         target = self._target
         for action in actions:
             self._begin()
@@ -81,31 +86,32 @@ class Writer:
 
     # building next copies, outside of any transaction of `perform`
 
-    def expect(self, copies: Iterable[MirrorCopy]) -> None:
-        """Plan next copies, not loaded; an earlier one of the same table is dropped."""
+    def plan(self, copies: Iterable[MirrorCopy]) -> None:
+        """Plan next copies; an earlier next copy of the same table is dropped."""
         copies = list(copies)
         self._target.require_room(copies)
         self._begin_own()
         for copy in copies:
-            self._target.drop(replace(copy, lane=Lane.NEXT))
-            self._target.save_copy(replace(copy, lane=Lane.NEXT, loaded=False))
+            assert copy.state is CopyState.PLANNED, f"a plan cannot be {copy.state}"
+            self._target.drop(copy)
+            self._target.save_copy(copy)
         self._commit()
 
     def retire(self, copies: Iterable[MirrorCopy]) -> None:
         """Drop next copies, and keep live ones as they are from now on."""
         self._begin_own()
         for copy in copies:
-            if copy.lane is Lane.LIVE:
-                self._target.save_copy(replace(copy, loaded=False))
-            else:
+            if copy.lane is Lane.NEXT:
                 self._target.drop(copy)
+            elif not copy.retired:
+                self._target.save_copy(copy.become(CopyState.RETIRED))
         self._commit()
 
     def start_load(self, copy: MirrorCopy) -> None:
-        """Make an empty next copy."""
+        """Make an empty next copy, to be loaded."""
         self._begin_own()
         self._target.create(copy)
-        self._target.save_copy(replace(copy, loaded=False))
+        self._target.save_copy(copy)
         self._commit()
 
     def load(self, copy: MirrorCopy, rows: Sequence[SnapshotRow]) -> None:
@@ -115,10 +121,10 @@ class Writer:
         self._commit()
 
     def finish_load(self, copy: MirrorCopy) -> None:
-        """Declare a next copy complete as of its snapshot."""
+        """Remember that a next copy holds its whole snapshot."""
         hold("mirror-before-loaded")
         self._begin_own()
-        self._target.save_copy(replace(copy, loaded=True))
+        self._target.save_copy(copy.become(CopyState.CATCHING_UP))
         self._commit()
 
     def _begin_own(self) -> None:
@@ -133,3 +139,57 @@ class Writer:
     def _commit(self) -> None:
         self._target.commit()
         self._in_transaction = False
+
+
+class TargetThread:
+    """Runs what the writer does on one thread, so that the event loop never waits for the target.
+
+    `write` comes between two transactions: it waits while somebody has the target `reserved`.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.writer = Writer(target)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror-target")
+        self._lock = asyncio.Lock()
+        self._reserved = False
+
+    async def call(self, step: Callable[..., Result], *arguments: object) -> Result:
+        """Run a step; if this is cancelled, the step ends before the cancellation shows.
+
+        A step that takes long to end may wait for a lock, and is interrupted.
+        """
+        running = asyncio.get_running_loop().run_in_executor(self._thread, step, *arguments)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            while not (await asyncio.wait([running], timeout=INTERRUPT_SECONDS))[0]:
+                await asyncio.to_thread(self.writer.interrupt)
+            # Its result is given up, and so is its error.
+            running.exception()
+            raise
+
+    async def write(self, step: Callable[..., Result], *arguments: object) -> Result:
+        """Run a step between two transactions."""
+        async with self._lock:
+            return await self.call(step, *arguments)
+
+    @property
+    def reserved(self) -> bool:
+        """Whether a transaction of several steps is under way."""
+        return self._reserved
+
+    async def reserve(self) -> None:
+        """Keep `write` waiting until `release`; idempotent."""
+        if not self._reserved:
+            await self._lock.acquire()
+            self._reserved = True
+
+    def release(self) -> None:
+        """Let `write` go on; idempotent."""
+        if self._reserved:
+            self._reserved = False
+            self._lock.release()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()

@@ -1,6 +1,6 @@
 """One spelling for every value, whether it comes from PostgreSQL, from the log or from SQLite.
 
-Two values are the same iff their canonical texts are. None stays None.
+Two values are the same iff their canonical texts are the same. Null is None.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Spelling:
                 items, convert or (lambda item: _from_value(self._element, item, True))
             )
         except MISFITS:
-            # Not of the column's type: the text of an odd array, or a difference.
+            # Not of the column's type: the text of an array whose bounds do not start at 1, or
+            # something that the mirror did not write.
             return str(value)
 
 

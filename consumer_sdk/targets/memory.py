@@ -1,20 +1,21 @@
 """Tables in memory: for caches and tests, and the example for a target of your own.
 
-Three things make a target. What is done between `begin` and `commit` shows at once (here: steps
+Three rules make a target. What is done between `begin` and `commit` shows at once (here: steps
 collect and run under a lock). Positions and copies are saved in the same transaction as the rows.
-And a change finds exactly the row it means, also while keys are being swapped.
+A change finds exactly the row it means, also while keys are being swapped.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import TargetError
 from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.target import (
+    CopyState,
     Lane,
     MirrorCopy,
     MirrorPosition,
@@ -99,7 +100,7 @@ class MemoryTarget:
         return TargetState(dict(self._positions), list(self._copies.values()))
 
     def require_room(self, copies: Sequence[MirrorCopy]) -> None:
-        """There is always room: nobody else writes here."""
+        """Nothing but the mirror makes tables here."""
 
     def begin(self) -> None:
         self._steps.clear()
@@ -178,4 +179,4 @@ class MemoryTarget:
         for copy in copies:
             self._tables[Lane.LIVE, copy.name] = self._tables.pop((Lane.NEXT, copy.name))
             self._copies.pop((Lane.NEXT, copy.name), None)
-            self._copies[Lane.LIVE, copy.name] = replace(copy, lane=Lane.LIVE)
+            self._copies[Lane.LIVE, copy.name] = copy.become(CopyState.LIVE)

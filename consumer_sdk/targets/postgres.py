@@ -1,14 +1,13 @@
 """Mirror into a PostgreSQL database: the same schemas, tables, column types and keys.
 
-State is kept in schema `tailrace`. Types that the database lacks become their base type, or text;
-so does what names things of the source, such as `regclass`.
-Rows are replaced by DELETE and INSERT, so that readers of any snapshot see all of one state.
+State is kept in schema `tailrace`. A type that the database lacks becomes its base type, or text.
+Types whose values name objects of the source, such as `regclass`, become text.
+A table is replaced by DELETE and INSERT: a reader's snapshot then sees all old or all new rows.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 from zlib import crc32
 
@@ -20,7 +19,7 @@ from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.sql_rows import DuplicateKey
 from consumer_sdk.targets.sql_target import SqlTarget
 from consumer_sdk.targets.stored_values import postgres_encoder
-from consumer_sdk.targets.target import CannotAlter, Lane, MirrorCopy
+from consumer_sdk.targets.target import CannotAlter, CopyState, Lane, MirrorCopy
 from consumer_sdk.targets.target_url import display_url
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import Column, TableSchema
 
 FIRST_USER_OID: Final = 16384
-# Their values name things of the source: regproc to regcollation, and aclitem, which names roles.
-_NAMES_OF_THINGS: Final = frozenset(
+# Their values name objects of the source: regproc to regcollation, and aclitem, which names roles.
+_NAMES_OF_OBJECTS: Final = frozenset(
     {24, 1033, 2202, 2203, 2204, 2205, 2206, 3734, 3769, 4089, 4096, 4191}
 )
 # Where text tells values apart that PostgreSQL's = does not (1.0 and 1.00), or where there is no =.
@@ -93,7 +92,7 @@ class PostgresEngine:
     def equals(self, column: Column) -> str:
         name = quote(column.name)
         if column.family == "jsonb":
-            # Printed again, because an event may spell a number otherwise.
+            # Both are printed by PostgreSQL, because an event may write a number differently.
             return f"{name}::text = %s::jsonb::text"
         if _is_compared_as_text(column):
             return f"format('%%s', {name}) = %s"
@@ -129,7 +128,7 @@ def quote(name: str) -> str:
 
 
 def printed(name: str) -> str:
-    """An expression for what a type prints; a cast would cut char(n) and lengthen inet."""
+    """An expression for the text of a value; a cast to text would change char(n) and inet."""
     return f"CASE WHEN {name} IS DISTINCT FROM NULL THEN format('%s', {name}) END"
 
 
@@ -158,7 +157,7 @@ class PostgresTarget(SqlTarget):
         return self._opened
 
     def rows(self, table: str, schema: str = "public") -> list[dict[str, Any]]:
-        """The rows of a live table, as another connection sees them."""
+        """The rows of a live table as readers see them, on a connection of their own."""
         from psycopg.rows import dict_row
 
         with psycopg.connect(self._url, options=SESSION, row_factory=dict_row) as reader:
@@ -188,7 +187,7 @@ class PostgresTarget(SqlTarget):
                 f"{self.name} is read-only; choose a primary that accepts writes, or turn "
                 "default_transaction_read_only off"
             )
-        # Position and rows are in one database: a commit lost in a crash is only repeated.
+        # Position and rows are in one database: a commit lost in a crash is applied again.
         self._engine.execute("SET synchronous_commit = off")
         self._has_state = self._find_state()
 
@@ -260,7 +259,7 @@ class PostgresTarget(SqlTarget):
         schema, table = copy.name
         if copy.lane is Lane.LIVE:
             return f"{quote(schema)}.{quote(table)}"
-        # Names are cut at 63 bytes; the checksum keeps what is left apart.
+        # PostgreSQL cuts names at 63 bytes; the checksum keeps long names apart.
         mark = f"{crc32(f'{schema}.{table}'.encode()):08x}"
         return f"tailrace.{quote(f'next_{mark}_{table[:30]}')}"
 
@@ -275,7 +274,7 @@ class PostgresTarget(SqlTarget):
             self._index_columns(copy)
 
     def _index_columns(self, copy: MirrorCopy) -> None:
-        """Without a key, rows are found by their values: help with some of them."""
+        """Index some columns of a table without a key, where rows are found by their values."""
         small = [column.name for column in copy.schema.columns if column.family in _INDEXABLE]
         if copy.schema.replica_identity == "full" and small:
             listed = ", ".join(map(quote, small[:_INDEXED_COLUMNS]))
@@ -294,12 +293,12 @@ class PostgresTarget(SqlTarget):
                 "not make; drop or rename it, or choose another database"
             )
 
-    def _show(self, copy: MirrorCopy) -> None:
+    def _replace_live(self, copy: MirrorCopy) -> None:
         schema, table = copy.name
         live = f"{quote(schema)}.{quote(table)}"
         coming = self._physical(copy)
         if self._same_columns(copy):
-            # Unlike TRUNCATE or DROP this is invisible to transactions that began before.
+            # Transactions that began before do not see this; they would see TRUNCATE and DROP.
             listed = ", ".join(quote(column.name) for column in copy.schema.columns)
             self._engine.execute(f"DELETE FROM {live}")
             self._engine.execute(f"INSERT INTO {live} ({listed}) SELECT {listed} FROM {coming}")
@@ -313,7 +312,7 @@ class PostgresTarget(SqlTarget):
 
     def _same_columns(self, copy: MirrorCopy) -> bool:
         """Whether there is a live table with the columns and key of the next copy."""
-        live = replace(copy, lane=Lane.LIVE)
+        live = copy.become(CopyState.LIVE)
         return self._structure(live) == self._structure(copy) != []
 
     def _structure(self, copy: MirrorCopy) -> list[tuple[Any, ...]]:
@@ -338,7 +337,7 @@ class PostgresTarget(SqlTarget):
         return known
 
     def _find_type(self, column: Column) -> str:
-        if _names_things(column):
+        if _names_objects(column):
             return "text[]" if column.family == "array" else "text"
         if self._engine.query("SELECT to_regtype(%s) IS NOT NULL", (column.data_type,))[0][0]:
             return column.data_type.replace("%", "%%")
@@ -351,9 +350,9 @@ class PostgresTarget(SqlTarget):
         return "text[]" if column.family == "array" else "text"
 
 
-def _names_things(column: Column) -> bool:
-    """Whether its values can be read only where everything exists that they name."""
-    return not _NAMES_OF_THINGS.isdisjoint((column.base_type_oid, column.element_oid))
+def _names_objects(column: Column) -> bool:
+    """Whether its values name objects, and can be read only where these objects exist."""
+    return not _NAMES_OF_OBJECTS.isdisjoint((column.base_type_oid, column.element_oid))
 
 
 def _is_compared_as_text(column: Column) -> bool:

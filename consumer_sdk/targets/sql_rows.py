@@ -1,9 +1,9 @@
 """Row changes as SQL statements, the same for every engine. HOT PATH.
 
-Consecutive changes of one kind go to the engine in one call. A change that finds no row, or an
-insert that finds one, means that something else wrote to the mirror, with one exception: a
-deferrable primary key may have two rows for a moment, in the middle of a transaction. The older of
-them is then set aside until a later change of the transaction moves or deletes it.
+Consecutive changes of one kind go to the engine in one call. An update or delete that finds no row,
+or an insert that finds one, means that something else wrote to the mirror. There is one exception:
+in the middle of a transaction, a deferrable primary key may hold two rows. The older row is then
+set aside until a later change of the transaction moves or deletes it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Engine(Protocol):
         ...
 
     def encoder(self, column: Column) -> Encode | None:
-        """What turns a value (and whether it is raw) into what the column stores; None: nothing."""
+        """What turns a value, and whether it is raw, into its stored form; None if it is that."""
         ...
 
     def equals(self, column: Column) -> str:
@@ -153,7 +153,7 @@ class SqlRowWriter:
                 self._update_rows(changes)
 
     def finish(self) -> None:
-        """Check, at the end of a transaction, that every row set aside found its place."""
+        """Check, at the end of a transaction, that no row is still set aside."""
         if self._aside:
             self._aside.clear()
             raise self._diverged("has two rows with one key")
@@ -281,7 +281,7 @@ class SqlRowWriter:
         for found in self._engine.query(f"{self._select} WHERE {self._by_key}", key):
             resident = self._spell(found)
             if move is None or not self._is(resident, move.old or {}, move.raw):
-                # By its own spelling: an equal key may have another, as 1.0 and 1.00.
+                # Under its own spelling: equal keys may be spelled differently, as 1.0 and 1.00.
                 own = tuple(resident[name] for name in self._key)
                 self._aside.setdefault(own, []).append(list(found))
                 self._engine.execute(self._delete, key)

@@ -1,15 +1,21 @@
-"""What the targets that speak SQL have in common: remembered state, copies and row writers."""
+"""What targets that speak SQL have in common: saved state, copies and row writers."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import TargetError
 from consumer_sdk.targets.sql_rows import DuplicateKey, SqlRowWriter
-from consumer_sdk.targets.target import Lane, MirrorCopy, MirrorPosition, TableName, TargetState
+from consumer_sdk.targets.target import (
+    CopyState,
+    Lane,
+    MirrorCopy,
+    MirrorPosition,
+    TableName,
+    TargetState,
+)
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -22,7 +28,7 @@ if TYPE_CHECKING:
 
 _POSITION_COLUMNS = "source, epoch, commit_lsn, seq, stream_seq, stream_created"
 _COPY_COLUMNS = (
-    "table_schema, table_name, lane, epoch, snapshot_id, snapshot_lsn, loaded, applied_lsn, "
+    "table_schema, table_name, lane, state, epoch, snapshot_id, snapshot_lsn, applied_lsn, "
     "stream_seq, stream_created, relation_id, document"
 )
 
@@ -38,7 +44,7 @@ class SqlTarget(ABC):
     def __init__(self) -> None:
         self._writers: dict[tuple[Lane, TableName], SqlRowWriter] = {}
         self._has_state = False
-        """Whether the target is a mirror already; until the first commit it may be anything."""
+        """Whether the target has the tables of a mirror; the first commit makes them."""
 
     @property
     @abstractmethod
@@ -54,15 +60,15 @@ class SqlTarget(ABC):
 
     @abstractmethod
     def _refuse_foreign(self, copy: MirrorCopy) -> None:
-        """TargetError if a copy's place is taken by a table that no mirror has made."""
+        """Raise TargetError if a table that no mirror made has the name of a copy's table."""
 
     @abstractmethod
     def _create_table(self, copy: MirrorCopy) -> None:
         """Make a copy's table."""
 
     @abstractmethod
-    def _show(self, copy: MirrorCopy) -> None:
-        """Put the next copy's table in the place of the live one."""
+    def _replace_live(self, copy: MirrorCopy) -> None:
+        """Replace the live copy's table by the next copy's."""
 
     def _create_state(self) -> None:
         number = self.unsigned_type
@@ -73,7 +79,7 @@ class SqlTarget(ABC):
         )
         self._engine.execute(
             f"CREATE TABLE IF NOT EXISTS {self.copies_table} (table_schema text, table_name text, "
-            f"lane text, epoch {number}, snapshot_id text, snapshot_lsn {number}, loaded integer, "
+            f"lane text, state text, epoch {number}, snapshot_id text, snapshot_lsn {number}, "
             f"applied_lsn {number}, stream_seq {number}, stream_created {number}, "
             f"relation_id {number}, document text, PRIMARY KEY (table_schema, table_name, lane))"
         )
@@ -91,7 +97,7 @@ class SqlTarget(ABC):
         return state
 
     def require_room(self, copies: Sequence[MirrorCopy]) -> None:
-        """Refuse, before anything is changed, if a table of somebody else stands in the way."""
+        """Raise TargetError if a table that no mirror made has the name of a copy's table."""
         for copy in copies:
             self._refuse_foreign(copy)
 
@@ -120,10 +126,10 @@ class SqlTarget(ABC):
             (
                 *copy.name,
                 copy.lane.value,
+                copy.state.value,
                 copy.epoch,
                 copy.snapshot_id,
                 copy.snapshot_lsn,
-                int(copy.loaded),
                 copy.applied_lsn,
                 copy.stream_seq,
                 copy.stream_created,
@@ -175,13 +181,13 @@ class SqlTarget(ABC):
         self._writer(copy).apply(events)
 
     def promote(self, copies: Sequence[MirrorCopy]) -> None:
-        """Let next copies take the place of the live ones."""
+        """Replace live copies by next copies, and remember these as live."""
         for copy in copies:
             self._writer(copy).finish()
-            self._show(copy)
+            self._replace_live(copy)
             self._forget(copy.name, Lane.NEXT)
             self._writers.pop((Lane.LIVE, copy.name), None)
-            self.save_copy(replace(copy, lane=Lane.LIVE))
+            self.save_copy(copy.become(CopyState.LIVE))
 
     def _finish_writers(self) -> None:
         for writer in self._writers.values():
@@ -199,15 +205,14 @@ class SqlTarget(ABC):
 
 
 def _read_copy(row: tuple[Any, ...]) -> MirrorCopy:
-    lane, epoch, snapshot_id, snapshot_lsn, loaded = row[2:7]
+    state, epoch, snapshot_id, snapshot_lsn = row[3:7]
     applied_lsn, stream_seq, stream_created, relation_id, document = row[7:]
     return MirrorCopy(
         schema=TableSchema.from_document(json.loads(document)),
-        lane=Lane(lane),
+        state=CopyState(state),
         epoch=int(epoch),
         snapshot_id=snapshot_id,
         snapshot_lsn=int(snapshot_lsn),
-        loaded=bool(loaded),
         applied_lsn=int(applied_lsn),
         stream_seq=int(stream_seq),
         stream_created=int(stream_created),

@@ -1,7 +1,7 @@
 """Mirror into a SQLite file, in WAL mode: readers see whole transactions and never wait.
 
-Tables of schema public have their own name, others are called `schema.table`. Next to the tables
-stand `_tailrace_positions` and `_tailrace_copies`.
+Tables of schema public keep their name, others are called `schema.table`. The file also holds
+`_tailrace_positions` and `_tailrace_copies`.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class FileLock:
             if self._is_file(descriptor):
                 self._descriptor = descriptor
                 return True
-            # Its last holder has removed it in between: a lock on it keeps nobody out.
+            # The last holder removed the file meanwhile; a lock on a removed file is worth nothing.
             os.close(descriptor)
 
     def release(self, *, remove: bool = False) -> None:
-        """Let go of the lock, and of its file if that is to leave no trace; idempotent."""
+        """Release the lock, and remove its file if asked to; idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
@@ -209,7 +209,7 @@ class SqliteTarget(SqlTarget):
         return self._opened
 
     def rows(self, table: str, schema: str = "public") -> list[dict[str, Any]]:
-        """The rows of a live table, as another connection sees them."""
+        """The rows of a live table as readers see them, on a connection of their own."""
         with sqlite3.connect(self.path) as reader:
             cursor = reader.execute(f"SELECT * FROM {quote(table_name(schema, table))}")
             names = [column[0] for column in cursor.description]
@@ -250,14 +250,14 @@ class SqliteTarget(SqlTarget):
         self._opened = SqliteEngine(self.path, connection)
         self._has_state = self._find_state()
         if self._has_state:
-            self._settle_in()
+            self._configure()
 
-    def _settle_in(self) -> None:
-        """Put the file into the mode of a mirror, which it keeps."""
+    def _configure(self) -> None:
+        """Set WAL mode, which the file keeps, and the settings of this connection."""
         mode = self._engine.query("PRAGMA journal_mode = WAL")[0][0]
         if mode != "wal":
             raise TargetError(f"SQLite file {self.path} does not go into WAL mode; move it to disk")
-        # Position and rows are in one file: a commit lost with the power is only repeated.
+        # Position and rows are in one file: a commit lost in a power cut is applied again.
         for setting in (
             "synchronous = NORMAL",
             "cache_size = -65536",
@@ -290,7 +290,7 @@ class SqliteTarget(SqlTarget):
         if self._has_state:
             self._engine.execute("BEGIN IMMEDIATE")
         else:
-            self._settle_in()
+            self._configure()
             self._engine.execute("BEGIN IMMEDIATE")
             self._create_state()
 
@@ -343,11 +343,11 @@ class SqliteTarget(SqlTarget):
             self._index_columns(copy)
 
     def _index_columns(self, copy: MirrorCopy) -> None:
-        """Without a key, rows are found by their values: help with some of them."""
+        """Index some columns of a table without a key, where rows are found by their values."""
         small = [c.name for c in copy.schema.columns if c.family not in _LARGE]
         if small and copy.schema.replica_identity == "full":
             listed = ", ".join(map(quote, small[:_INDEXED_COLUMNS]))
-            # Another name than that of the live copy's, which may be of the same snapshot.
+            # Index names are unique in a file, and the live copy may have such an index too.
             index = quote(f"_tailrace_rows:{secrets.token_hex(8)}:{table_name(*copy.name)}")
             self._engine.execute(f"CREATE INDEX {index} ON {self._physical(copy)} ({listed})")
 
@@ -360,12 +360,12 @@ class SqliteTarget(SqlTarget):
         )
 
     def require_room(self, copies: Sequence[MirrorCopy]) -> None:
-        """Refuse also tables that would have one name in the file, where case does not count."""
+        """Refuse also two tables whose names in the file differ only in case, or not at all."""
         super().require_room(copies)
         names: dict[bytes, TableName] = {}
         for table in [*(copy.name for copy in self.read_state().copies), *(c.name for c in copies)]:
             name = table_name(*table)
-            # As SQLite does, which knows the case of ASCII alone.
+            # SQLite ignores the case of ASCII letters only.
             other = names.setdefault(name.encode().lower(), table)
             if other != table:
                 raise TargetError(
@@ -388,7 +388,7 @@ class SqliteTarget(SqlTarget):
                 f"make for {format_table_name(*copy.name)}; drop it or choose another file"
             )
 
-    def _show(self, copy: MirrorCopy) -> None:
+    def _replace_live(self, copy: MirrorCopy) -> None:
         live = table_name(*copy.name)
         indexes = self._engine.query(
             "SELECT name, sql FROM sqlite_master WHERE type = 'index' AND tbl_name = ? "
@@ -398,7 +398,7 @@ class SqliteTarget(SqlTarget):
         self._engine.execute(f"DROP TABLE IF EXISTS {quote(live)}")
         self._engine.execute(f"ALTER TABLE {self._physical(copy)} RENAME TO {quote(live)}")
         for _, statement in indexes:
-            # Indexes of the reader's own; one on a column that is gone goes with it.
+            # Readers' own indexes are made again, unless their column was dropped.
             with suppress(TargetError, DuplicateKey):
                 self._engine.execute(statement)
 

@@ -1,18 +1,20 @@
 """What a mirror writes to: the `Target` protocol and the state it keeps there.
 
-A target holds at most two copies of a table. The live copy is what readers see. The next copy is
-built beside it, unseen, and replaces it when it has caught up. Both belong to the target's
-transactions: whatever is done between `begin` and `commit` shows at once or not at all.
+A target holds at most two copies of a table. Readers see the live copy. The next copy is built
+beside it, unseen, and replaces it when it has caught up. Both belong to the target's transactions:
+whatever is done between `begin` and `commit` shows at once or not at all.
+
+To write a target of your own, start from `memory.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.envelope import Event
@@ -26,6 +28,43 @@ class Lane(StrEnum):
 
     LIVE = "live"
     NEXT = "next"
+
+
+class CopyState(StrEnum):
+    """How far a copy of a table is; `MirrorCopy.become` allows what `TRANSITIONS` lists."""
+
+    PLANNED = "planned"
+    """A next copy that is to be loaded; it may have no table yet."""
+    LOADING = "loading"
+    """A next copy that holds part of a snapshot."""
+    CATCHING_UP = "catching up"
+    """A next copy that holds a whole snapshot and follows the log, unseen."""
+    LIVE = "live"
+    """Readers see it, and it follows the log."""
+    RETIRED = "retired"
+    """Readers see it. Its source publishes the table no longer, and its rows stay as they are."""
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of a copy in this state."""
+        shown = self is CopyState.LIVE or self is CopyState.RETIRED
+        return Lane.LIVE if shown else Lane.NEXT
+
+
+TRANSITIONS: Final[Mapping[CopyState, frozenset[CopyState]]] = {
+    CopyState.PLANNED: frozenset({CopyState.LOADING}),
+    # Loading begins again with an empty table after an error or a crash.
+    CopyState.LOADING: frozenset({CopyState.LOADING, CopyState.CATCHING_UP}),
+    CopyState.CATCHING_UP: frozenset({CopyState.LIVE}),
+    CopyState.LIVE: frozenset({CopyState.RETIRED}),
+    CopyState.RETIRED: frozenset(),
+}
+"""What a copy may become. It ends where another takes its place: a new plan in the lane of next
+copies, a promoted copy in the lane of live ones."""
+
+
+class InvalidTransition(Exception):
+    """A copy was to become what its state does not allow: an error in the mirror."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +87,22 @@ class MirrorPosition:
 class MirrorCopy:
     """One copy of a table in the target.
 
-    A next copy holds the snapshot taken at `snapshot_lsn` of `epoch` and every transaction from
-    there up to `applied_lsn`; the stream has been read for it up to `stream_seq`. Until it is
-    `loaded`, `snapshot_lsn` is the oldest snapshot that will do, and the rest means nothing. A live
-    copy that is not `loaded` is retired.
+    A copy that catches up holds the snapshot taken at `snapshot_lsn` of `epoch` and every
+    transaction from there up to `applied_lsn`; the stream has been read for it up to `stream_seq`.
+    Before that, `epoch` and `snapshot_lsn` name the oldest snapshot that may be loaded, and the
+    rest means nothing.
     """
 
     schema: TableSchema
-    lane: Lane
+    state: CopyState = CopyState.PLANNED
     epoch: int = 0
     snapshot_id: str = ""
     snapshot_lsn: int = 0
-    loaded: bool = False
     applied_lsn: int = 0
     stream_seq: int = 0
     stream_created: int = 0
     relation_id: int = 0
-    """What the source calls the table by; 0 before the first change, another for another table."""
+    """The table's OID in the source, 0 before the first change; a new table has a new one."""
 
     @property
     def name(self) -> TableName:
@@ -77,9 +115,29 @@ class MirrorCopy:
         return self.schema.source
 
     @property
+    def lane(self) -> Lane:
+        """Whether readers see it, or it is being built."""
+        return self.state.lane
+
+    @property
     def retired(self) -> bool:
         """Whether it keeps its rows, but follows its source no longer."""
-        return self.lane is Lane.LIVE and not self.loaded
+        return self.state is CopyState.RETIRED
+
+    @property
+    def loaded(self) -> bool:
+        """Whether it holds a whole snapshot."""
+        return self.state not in (CopyState.PLANNED, CopyState.LOADING)
+
+    def become(self, state: CopyState) -> MirrorCopy:
+        """The copy in another state; raises InvalidTransition unless `TRANSITIONS` allows it."""
+        if state not in TRANSITIONS[self.state]:
+            raise InvalidTransition(f"a copy that is {self.state} cannot become {state}")
+        return replace(self, state=state)
+
+    def plan_again(self, snapshot_lsn: int = 0) -> MirrorCopy:
+        """The plan of a new copy of the table, from a snapshot taken at `snapshot_lsn` or later."""
+        return MirrorCopy(self.schema, epoch=self.epoch, snapshot_lsn=snapshot_lsn)
 
 
 @dataclass(slots=True)
@@ -106,8 +164,7 @@ class Target(Protocol):
 
     All calls but `interrupt` come from one thread, one after another. `apply`, `load`, `alter`,
     `create`, `drop`, `promote`, `save_position`, `save_copy` come between `begin` and `commit` or
-    `rollback`; after a crash the target is as of the last `commit`. Trouble is reported as
-    TargetError.
+    `rollback`. After a crash the target is as of the last `commit`. What fails raises TargetError.
     """
 
     def open(self) -> None:
@@ -119,7 +176,7 @@ class Target(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Let a call that waits for others, as for a lock, fail; from another thread, any time."""
+        """Make a call that waits, as for a lock, fail; may come from another thread at any time."""
         ...
 
     def read_state(self) -> TargetState:
@@ -127,7 +184,7 @@ class Target(Protocol):
         ...
 
     def require_room(self, copies: Sequence[MirrorCopy]) -> None:
-        """Refuse, before anything is changed, if a table of somebody else stands in the way."""
+        """Raise TargetError if a table that no mirror made has the name of a copy's table."""
         ...
 
     def begin(self) -> None: ...
@@ -172,7 +229,7 @@ class Target(Protocol):
         ...
 
     def promote(self, copies: Sequence[MirrorCopy]) -> None:
-        """Let next copies take the place of the live ones, all together, and remember them so."""
+        """Replace live copies by next copies, all together, and remember these as live."""
         ...
 
 

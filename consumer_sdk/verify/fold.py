@@ -1,4 +1,4 @@
-"""Changes between two positions, folded into the rows they touch, on disk."""
+"""Changes between two positions, applied to the rows that they touch, on disk."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Fold:
         self._db.executemany("INSERT OR IGNORE INTO touched VALUES (?)", keys)
 
     def _require_whole(self, row: dict[str, str | None] | None) -> None:
-        """KeyError for a row without one of the columns by which rows without a key are counted."""
+        """Raise KeyError if a row lacks a column; rows without a key are counted by all columns."""
         for name in self._layout.names if row is not None else ():
             if name not in (row or {}):
                 raise KeyError(name)

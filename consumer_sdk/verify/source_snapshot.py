@@ -1,4 +1,4 @@
-"""A state of the source that is known by its place in the log."""
+"""A state of the source whose place in the log is known."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ class SourceSnapshot:
     def take(
         cls, dsn: str, timeout: float, on_wait: Callable[[str], None] | None = None
     ) -> SourceSnapshot:
-        """Make a consistent point with a temporary slot and read at it from now on."""
+        """Take the snapshot of a temporary slot, which PostgreSQL exports at a known LSN.
+
+        Waits up to `timeout` seconds for write transactions; `on_wait` is told what it waits for.
+        """
         connection = connect_postgres(dsn, "the source")
         try:
-            # Names in regclass and its like are qualified, as the bridge sends them.
+            # So regclass and similar types print qualified names, as the bridge sends them.
             connection.execute("SET search_path = ''")
             walsender = connect_postgres(
                 dsn, "the source (as a role with REPLICATION)", replication="database"
@@ -49,7 +52,7 @@ class SourceSnapshot:
             try:
                 system = _command(walsender, b"IDENTIFY_SYSTEM", "read")
                 name = f"tailrace_verify_{secrets.token_hex(6)}"
-                with _Alarm(walsender, timeout, on_wait):
+                with _WaitTimers(walsender, timeout, on_wait):
                     slot = _command(
                         walsender,
                         f"CREATE_REPLICATION_SLOT {name} TEMPORARY LOGICAL pgoutput "
@@ -117,13 +120,13 @@ class SourceSnapshot:
         return row[0] if row else None
 
     def close(self) -> None:
-        """Let the source forget it."""
+        """End the transaction that holds the snapshot."""
         rollback_quietly(self._connection)
         self._connection.close()
 
 
-class _Alarm:
-    """Says after a moment what is being waited for, and gives up in the end."""
+class _WaitTimers:
+    """Reports a long wait, and cancels the query when it has taken `timeout` seconds."""
 
     def __init__(
         self,
@@ -147,7 +150,7 @@ class _Alarm:
 
 
 def _command(connection: psycopg.Connection[Any], command: bytes, what: str) -> list[str]:
-    """One command of the replication protocol, which knows only simple queries."""
+    """Run a command of the replication protocol, which takes only simple queries; its first row."""
     result = connection.pgconn.exec_(command)
     if result.status != ExecStatus.TUPLES_OK:
         reason = (result.error_message or b"").decode("utf-8", "replace").partition("\n")[0]

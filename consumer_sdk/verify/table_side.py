@@ -1,4 +1,5 @@
-"""The two sides of a comparison: a table of the source or of a replica, in one fixed state."""
+"""The two sides of a comparison: a table of the source and one of a replica, each read as it was
+at one moment."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ Row = tuple[str | None, ...]
 
 
 class TableLayout:
-    """The columns of a comparison and their spellings; UsageError for a key nobody can look up."""
+    """The columns of a table and their spellings; UsageError if rows cannot be found by its key."""
 
     def __init__(self, schema: TableSchema) -> None:
         self.schema = schema
@@ -60,7 +61,7 @@ class TableLayout:
 
 
 class Side(Protocol):
-    """A table in one fixed state."""
+    """A table that does not change while it is read."""
 
     def slices(self) -> Iterator[list[Row]]:
         """All rows, canonically spelt, some at a time."""
@@ -185,7 +186,7 @@ class SqliteSide:
 
 
 class Replica:
-    """A target that is only read: its state and its tables in one transaction."""
+    """A target that is only read; state and tables are read in one transaction."""
 
     def __init__(self, url: str) -> None:
         self._kind, self._path = split_url(url)
@@ -194,7 +195,7 @@ class Replica:
         self._postgres: psycopg.Connection[Any] | None = None
 
     def open(self) -> TargetState:
-        """Begin to read; what is seen stays the same from here on."""
+        """Begin the transaction that everything is read in."""
         if self._kind == "sqlite":
             return self._open_sqlite()
         return self._open_postgres()
@@ -240,9 +241,9 @@ class Replica:
 
 
 def require_conninfo(dsn: str) -> None:
-    """UsageError for what libpq cannot take as the address of a database; nothing of it is shown.
+    """Raise UsageError if libpq cannot read the address of a database; never shows the address.
 
-    An empty one would lead to whatever database happens to be the default.
+    An empty address is refused too: libpq would connect to its default database.
     """
     try:
         usable = bool(dsn.strip()) and bool(conninfo_to_dict(dsn))
@@ -267,8 +268,8 @@ def connect_postgres(dsn: str, name: str, **options: Any) -> psycopg.Connection[
 
 
 @contextmanager
-def errors_told(table: str) -> Iterator[None]:
-    """NotAvailable for whatever keeps a side from being read; a difference is something else."""
+def reading_errors(table: str) -> Iterator[None]:
+    """Raise NotAvailable for every error of a database that is read."""
     try:
         yield
     except (psycopg.Error, sqlite3.Error) as error:
@@ -277,6 +278,6 @@ def errors_told(table: str) -> Iterator[None]:
 
 
 def rollback_quietly(connection: psycopg.Connection[Any]) -> None:
-    """End a transaction whose outcome does not matter."""
+    """End a transaction that has only read."""
     with suppress(psycopg.Error):
         connection.execute("ROLLBACK")

@@ -22,7 +22,7 @@ from consumer_sdk.targets.target import Lane
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.verify.fold import Fold
 from consumer_sdk.verify.source_snapshot import SourceSnapshot
-from consumer_sdk.verify.table_side import SLICE_ROWS, Replica, TableLayout, errors_told
+from consumer_sdk.verify.table_side import SLICE_ROWS, Replica, TableLayout, reading_errors
 from consumer_sdk.wire.lsn import format_lsn
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
@@ -88,7 +88,7 @@ async def verify(
         reports = []
         for name in names:
             copy, position = _live(state, name, reader.name)
-            with errors_told(format_table_name(*name)):
+            with reading_errors(format_table_name(*name)):
                 comparison = _Comparison(client, snapshot, reader, copy, position, log_end)
                 reports.append(await comparison.run(timeout))
         return reports
@@ -221,7 +221,7 @@ class _Comparison:
 
     def _compare_by_key(self, behind: Side, ahead: Side, fold: Fold, report: TableReport) -> None:
         layout = self._layout
-        # What the side ahead lacks, the side behind has in excess, and the other way round.
+        # Rows found only on the side behind are missing from the replica if it is ahead.
         only_behind, only_ahead = (
             (report.missing, report.extra)
             if self._replica_is_ahead
@@ -261,7 +261,7 @@ class _Comparison:
     def _find_surplus(
         self, behind: Side, ahead: Side, fold: Fold, report: TableReport, only_ahead: list[str]
     ) -> None:
-        """Name the rows of the side ahead that nothing accounts for."""
+        """Report the rows of the side ahead that neither the side behind nor a change explains."""
         for rows in ahead.slices():
             keys = [self._layout.key_of(row) for row in rows]
             touched = fold.touched(keys)

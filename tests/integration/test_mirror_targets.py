@@ -17,7 +17,7 @@ from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.writer import Writer
 from consumer_sdk.targets.postgres import PostgresTarget
 from consumer_sdk.targets.sqlite import SqliteTarget
-from consumer_sdk.targets.target import Lane, MirrorCopy, MirrorPosition
+from consumer_sdk.targets.target import CopyState, Lane, MirrorCopy, MirrorPosition
 from consumer_sdk.wire.oids import FLOAT8, INT4, NUMERIC
 from tests.mirror_model import (
     CREATED,
@@ -231,7 +231,7 @@ def test_a_copy_built_anew_replaces_the_old_one_with_its_structure(
         names = [each.name for each in columns]
         source.rows[T] = [{name: row(version)[name] for name in names}]
         source.history.append((source.lsn, {**source.rows}))
-        bench.writer.expect([bench.writer.read_state().lane(Lane.LIVE)[T]])
+        bench.writer.plan([bench.writer.read_state().lane(Lane.LIVE)[T].plan_again()])
         bench.load(T)
         source.insert(T, {name: row(100 + version)[name] for name in names})
         bench.commit()
@@ -333,7 +333,7 @@ def test_a_reader_keeps_its_snapshot_while_a_postgres_table_is_replaced(
     with database.connect(autocommit=True) as reader:
         reader.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
         reader.execute("SELECT 1 FROM pg_class LIMIT 1")
-        bench.writer.expect([bench.writer.read_state().lane(Lane.LIVE)[T]])
+        bench.writer.plan([bench.writer.read_state().lane(Lane.LIVE)[T].plan_again()])
         bench.source.insert(T, row(2))
         bench.source.commit()
         bench.load(T)
@@ -385,7 +385,7 @@ def test_types_the_target_lacks_become_what_is_behind_them(database: Any) -> Non
     copy, _ = source.snapshot(("public", "odd"), 1001, 1)
     target.begin()
     target.create(copy)
-    target.promote([copy])
+    target.promote([copy.become(CopyState.CATCHING_UP)])
     target.commit()
     target.close()
     with psycopg.connect(database.dsn) as connection:
@@ -438,9 +438,9 @@ def test_sqlite_keeps_tables_apart_that_would_have_one_name(
         bench.writer.close()
     writer = Writer(target)
     writer.open()
-    planned = [MirrorCopy(schema, Lane.NEXT) for schema in schemas]
+    planned = [MirrorCopy(schema) for schema in schemas]
     with pytest.raises(TargetError, match=r"SQLite file .*(no room for both|already has)"):
-        writer.expect(planned if together else planned[1:])
+        writer.plan(planned if together else planned[1:])
     # Case is a matter of ASCII there.
-    writer.expect([MirrorCopy(table_schema(name), Lane.NEXT) for name in ("é", "É")])
+    writer.plan([MirrorCopy(table_schema(name)) for name in ("é", "É")])
     writer.close()

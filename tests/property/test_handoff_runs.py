@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Save
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.reading.decoder import Stored
-from consumer_sdk.targets.target import TargetState
+from consumer_sdk.targets.target import CopyState, TargetState
 from consumer_sdk.wire.envelope import Event
 from tests.mirror_model import CREATED, table_schema
 from tests.property.test_handoff_properties import ALL, TABLES, make_sources
@@ -135,7 +135,7 @@ def test_batches_decide_what_single_events_decide(seed: int) -> None:
     _, sources = make_sources()
     followed = data.sample(ALL, data.randint(1, len(ALL)))
     copies = [
-        source.snapshot(table, data.randint(1, LAST_LSN + 100), 1)[0]
+        source.snapshot(table, data.randint(1, LAST_LSN + 100), 1)[0].become(CopyState.CATCHING_UP)
         for name, source in sources.items()
         for table in followed
         if table in TABLES[name]

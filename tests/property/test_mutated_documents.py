@@ -34,7 +34,7 @@ from consumer_sdk.reading.transactions import TransactionBuilder
 from consumer_sdk.snapshot.chunks import ChunkReader
 from consumer_sdk.snapshot.snapshot import Snapshot, decode_meta
 from consumer_sdk.targets.sqlite import SqliteTarget
-from consumer_sdk.targets.target import Lane, MirrorCopy, MirrorPosition, SnapshotRow
+from consumer_sdk.targets.target import CopyState, MirrorCopy, MirrorPosition, SnapshotRow
 from consumer_sdk.verify.fold import Fold
 from consumer_sdk.verify.table_side import TableLayout
 from consumer_sdk.wire import Subjects
@@ -104,7 +104,7 @@ class Replica:
         self.target = SqliteTarget(directory / "replica.db")
         self.target.open()
         self.copy = MirrorCopy(
-            USERS, Lane.NEXT, epoch=100, snapshot_id="s", snapshot_lsn=50, loaded=True,
+            USERS, CopyState.CATCHING_UP, epoch=100, snapshot_id="s", snapshot_lsn=50,
             applied_lsn=50, stream_seq=1, stream_created=1, relation_id=7,
         )  # fmt: skip
         self.target.begin()
@@ -128,7 +128,7 @@ class Replica:
             self.target.rollback()
 
     def load(self, schema: TableSchema, rows: list[SnapshotRow]) -> None:
-        copy = MirrorCopy(schema, Lane.NEXT)
+        copy = MirrorCopy(schema)
         self.target.begin()
         try:
             self.target.require_room([copy])

@@ -13,7 +13,15 @@ from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.writer import Writer
 from consumer_sdk.reading.decoder import Stored
 from consumer_sdk.targets.memory import MemoryTarget
-from consumer_sdk.targets.target import Lane, MirrorCopy, MirrorPosition, TargetState
+from consumer_sdk.targets.target import (
+    TRANSITIONS,
+    CopyState,
+    InvalidTransition,
+    Lane,
+    MirrorCopy,
+    MirrorPosition,
+    TargetState,
+)
 from tests.mirror_model import (
     CREATED,
     ModelSource,
@@ -231,7 +239,7 @@ def test_other_tables_are_held_while_one_is_built_anew() -> None:
     bench.source.commit()
     bench.follow()
     state = bench.writer.read_state()
-    bench.writer.expect([state.lane(Lane.LIVE)[A]])
+    bench.writer.plan([state.lane(Lane.LIVE)[A].plan_again()])
     assert not HandOff(bench.writer.read_state(), CREATED).following
     ends = []
     for key in (2, 3):
@@ -357,8 +365,8 @@ def test_unknown_tables_are_discovered_only_when_asked_for() -> None:
 
 def test_copies_of_different_epochs_are_not_shown_together() -> None:
     position = MirrorPosition("slot", 1, 100, 0, 10, CREATED)
-    live = MirrorCopy(table_schema("a"), Lane.LIVE, epoch=1, loaded=True)
-    coming = MirrorCopy(table_schema("b"), Lane.NEXT, epoch=2, loaded=True, snapshot_lsn=50)
+    live = MirrorCopy(table_schema("a"), CopyState.LIVE, epoch=1)
+    coming = MirrorCopy(table_schema("b"), CopyState.CATCHING_UP, epoch=2, snapshot_lsn=50)
     with pytest.raises(RepairNeeded, match="new epoch 2") as broken:
         HandOff(TargetState({"slot": position}, [live, coming]), CREATED)
     assert broken.value.tables == {A}
@@ -367,7 +375,7 @@ def test_copies_of_different_epochs_are_not_shown_together() -> None:
 def test_promotion_and_position_belong_to_one_commit() -> None:
     bench = Bench()
     state = bench.writer.read_state()
-    bench.writer.expect([state.lane(Lane.LIVE)[A], state.lane(Lane.LIVE)[B]])
+    bench.writer.plan([state.lane(Lane.LIVE)[table].plan_again() for table in (A, B)])
     bench.load(A)
     bench.load(B)
     bench.source.insert(A, row(1))
@@ -391,7 +399,7 @@ def test_tables_built_anew_from_an_older_snapshot_do_not_go_back() -> None:
         source.commit()
     bench.follow()
     before = bench.shown(A)
-    writer.expect(copy for copy, _ in older)
+    writer.plan(copy.plan_again() for copy, _ in older)
     for copy, rows in older:
         writer.start_load(copy)
         writer.load(copy, rows)
@@ -428,8 +436,8 @@ def test_a_table_that_another_source_publishes_is_announced_once() -> None:
     other.commit()
     with pytest.raises(RepairNeeded, match="source other publishes it now"):
         bench.follow()
-    planned = MirrorCopy(other.schemas[A], Lane.NEXT)
-    bench.writer.expect([planned])
+    planned = MirrorCopy(other.schemas[A])
+    bench.writer.plan([planned])
     bench.restart()
     assert bench.machine.tables() == [B]
     copy, _ = other.snapshot(A, other.lsn + 1, bench.stream.last + 1)
@@ -437,3 +445,26 @@ def test_a_table_that_another_source_publishes_is_announced_once() -> None:
     bench.writer.finish_load(copy)
     bench.restart()
     assert bench.machine.tables() == [A, B]
+
+
+@pytest.mark.parametrize("state", CopyState)
+@pytest.mark.parametrize("wanted", CopyState)
+def test_a_copy_becomes_only_what_its_state_allows(state: CopyState, wanted: CopyState) -> None:
+    copy = MirrorCopy(table_schema("a"), state)
+    if wanted in TRANSITIONS[state]:
+        assert copy.become(wanted).state is wanted
+    else:
+        with pytest.raises(InvalidTransition, match=f"is {state} cannot become {wanted}"):
+            copy.become(wanted)
+
+
+def test_a_copy_goes_from_plan_to_retirement_and_never_back() -> None:
+    copy = MirrorCopy(table_schema("a"))
+    lanes = [copy.lane]
+    for state in (CopyState.LOADING, CopyState.CATCHING_UP, CopyState.LIVE, CopyState.RETIRED):
+        copy = copy.become(state)
+        lanes.append(copy.lane)
+    assert lanes == [Lane.NEXT, Lane.NEXT, Lane.NEXT, Lane.LIVE, Lane.LIVE]
+    order = list(CopyState)
+    for state, following in TRANSITIONS.items():
+        assert all(order.index(one) >= order.index(state) for one in following)
