@@ -15,7 +15,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
-from consumer_sdk import client as asynchronous
+from consumer_sdk.client import Client
+from consumer_sdk.client import connect as connect_async
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from consumer_sdk.reading.transactions import Transaction
     from consumer_sdk.snapshot.chunks import ChunkRows
     from consumer_sdk.snapshot.request import SnapshotProgress
-    from consumer_sdk.snapshot.snapshot import Snapshot as AsyncSnapshot
-    from consumer_sdk.snapshot.snapshot import SnapshotMeta
+    from consumer_sdk.snapshot.snapshot import Snapshot, SnapshotMeta
     from consumer_sdk.transport.settings import NatsSettings
     from consumer_sdk.wire.column_types import TableSchema
 
@@ -43,24 +43,24 @@ def connect(
     prefix: str | None = None,
     settings: NatsSettings | None = None,
     timeout: float | None = 10.0,
-) -> Iterator[Client]:
+) -> Iterator[BlockingClient]:
     """Connect to NATS; what is not given comes from the environment."""
     loop = _Loop()
     try:
-        opening = asynchronous.connect(servers, prefix=prefix, settings=settings, timeout=timeout)
+        opening = connect_async(servers, prefix=prefix, settings=settings, timeout=timeout)
         client = loop.run(opening.__aenter__())
         try:
-            yield Client(client, loop)
+            yield BlockingClient(client, loop)
         finally:
             loop.run(opening.__aexit__(None, None, None))
     finally:
         loop.stop()
 
 
-class Client:
-    """`consumer_sdk.Client`, blocking."""
+class BlockingClient:
+    """`consumer_sdk.Client` without `await`."""
 
-    def __init__(self, client: asynchronous.Client, loop: _Loop) -> None:
+    def __init__(self, client: Client, loop: _Loop) -> None:
         self._client = client
         self._loop = loop
 
@@ -72,9 +72,9 @@ class Client:
         """The newest schema of every published table."""
         return self._loop.run(self._client.tables())
 
-    def watch_schemas(self) -> Stream[TableSchema]:
+    def watch_schemas(self) -> BlockingStream[TableSchema]:
         """Every schema now, then each new version; never ends."""
-        return Stream(self._client.watch_schemas(), self._loop)
+        return BlockingStream(self._client.watch_schemas(), self._loop)
 
     def progress(self, source: str) -> Progress | None:
         """How far a source has got, as it last said itself."""
@@ -88,12 +88,12 @@ class Client:
         columns: Sequence[str] | None = None,
         progress: Callable[[SnapshotProgress], None] | None = None,
         stall_timeout: float = 60.0,
-    ) -> Snapshot:
+    ) -> BlockingSnapshot:
         """A complete snapshot: a retained one if still valid, else a new one."""
         taking = self._client.snapshot(
             table, fresh=fresh, columns=columns, progress=progress, stall_timeout=stall_timeout
         )
-        return Snapshot(self._loop.run(taking), self._loop)
+        return BlockingSnapshot(self._loop.run(taking), self._loop)
 
     @overload
     def changes(
@@ -103,7 +103,7 @@ class Client:
         after: After = "now",
         as_events: Literal[False] = False,
         messages: bool = False,
-    ) -> Stream[Transaction]: ...
+    ) -> BlockingStream[Transaction]: ...
 
     @overload
     def changes(
@@ -113,7 +113,7 @@ class Client:
         after: After = "now",
         as_events: Literal[True],
         messages: bool = False,
-    ) -> Stream[Stored]: ...
+    ) -> BlockingStream[Stored]: ...
 
     def changes(
         self,
@@ -122,16 +122,20 @@ class Client:
         after: After = "now",
         as_events: bool = False,
         messages: bool = False,
-    ) -> Stream[Transaction] | Stream[Stored]:
+    ) -> BlockingStream[Transaction] | BlockingStream[Stored]:
         """Changes as whole transactions or single events; never ends, see `Client.changes`."""
         if as_events:
             events = self._client.changes(tables, after=after, as_events=True, messages=messages)
-            return Stream(events, self._loop)
-        return Stream(self._client.changes(tables, after=after, messages=messages), self._loop)
+            return BlockingStream(events, self._loop)
+        return BlockingStream(
+            self._client.changes(tables, after=after, messages=messages), self._loop
+        )
 
-    def messages(self, prefix: str | None = None, *, after: After = "now") -> Stream[Stored]:
+    def messages(
+        self, prefix: str | None = None, *, after: After = "now"
+    ) -> BlockingStream[Stored]:
         """Logical messages with one prefix, or all of them; never ends."""
-        return Stream(self._client.messages(prefix, after=after), self._loop)
+        return BlockingStream(self._client.messages(prefix, after=after), self._loop)
 
     def log_bounds(self) -> LogBounds:
         """The sequences that the change log holds."""
@@ -139,15 +143,15 @@ class Client:
 
     def read_log(
         self, first: int, end: int, subjects: Sequence[str] | None = None
-    ) -> Stream[list[Stored]]:
+    ) -> BlockingStream[list[Stored]]:
         """The events stored at sequences [first, end)."""
-        return Stream(self._client.log().read(first, end, subjects), self._loop)
+        return BlockingStream(self._client.log().read(first, end, subjects), self._loop)
 
 
-class Snapshot:
-    """`consumer_sdk.Snapshot`, blocking."""
+class BlockingSnapshot:
+    """`consumer_sdk.Snapshot` without `await`."""
 
-    def __init__(self, snapshot: AsyncSnapshot, loop: _Loop) -> None:
+    def __init__(self, snapshot: Snapshot, loop: _Loop) -> None:
         self._snapshot = snapshot
         self._loop = loop
 
@@ -161,9 +165,9 @@ class Snapshot:
         """Whether it was retained from before."""
         return self._snapshot.reused
 
-    def chunks(self) -> Stream[ChunkRows]:
+    def chunks(self) -> BlockingStream[ChunkRows]:
         """Its rows, a chunk at a time; keep nothing unless the iteration ends without an error."""
-        return Stream(self._snapshot.chunks(), self._loop)
+        return BlockingStream(self._snapshot.chunks(), self._loop)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Its rows one by one."""
@@ -171,7 +175,7 @@ class Snapshot:
             yield from chunk
 
 
-class Stream(Generic[T]):
+class BlockingStream(Generic[T]):
     """An iterator over what an asynchronous generator yields; close it, or leave its `with`.
 
     `next(timeout)` raises TimeoutError instead of waiting for ever, and may be called again.
@@ -182,13 +186,13 @@ class Stream(Generic[T]):
         self._loop = loop
         self._pending: asyncio.Future[T] | None = None
 
-    def __iter__(self) -> Stream[T]:
+    def __iter__(self) -> BlockingStream[T]:
         return self
 
     def __next__(self) -> T:
         return self.next(None)
 
-    def __enter__(self) -> Stream[T]:
+    def __enter__(self) -> BlockingStream[T]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -206,10 +210,10 @@ class Stream(Generic[T]):
         self._loop.run(self._close())
 
     async def _next(self, timeout: float | None) -> T:
-        # The step goes on when waiting for it ends, because cancelling would end the generator.
+        # The step goes on after a time-out, because cancelling it would end the generator.
         if self._pending is None:
             self._pending = asyncio.ensure_future(_step(self._source))
-            self._pending.add_done_callback(_forgive)
+            self._pending.add_done_callback(_mark_retrieved)
         done, _ = await asyncio.wait({self._pending}, timeout=timeout)
         if not done:
             raise TimeoutError(f"nothing came within {timeout:g} s")
@@ -224,8 +228,8 @@ class Stream(Generic[T]):
         await self._source.aclose()
 
 
-def _forgive(step: asyncio.Future[Any]) -> None:
-    """Let a step fail unseen: after an interrupt nobody asks for it, and its client closes."""
+def _mark_retrieved(step: asyncio.Future[Any]) -> None:
+    """Keep asyncio from logging the failure of a step that nobody waits for after an interrupt."""
     if not step.cancelled():
         step.exception()
 

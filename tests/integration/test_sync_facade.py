@@ -24,7 +24,7 @@ def cdc(
     bridge_process: Callable[..., BridgeProcess],
     nats_server: NatsServer,
     prefix: str,
-) -> Iterator[sync.Client]:
+) -> Iterator[sync.BlockingClient]:
     database.execute("CREATE TABLE users (id int PRIMARY KEY, name text)")
     database.execute("INSERT INTO users SELECT n, 'user ' || n FROM generate_series(1, 250) n")
     database.publish("users")
@@ -34,7 +34,9 @@ def cdc(
         yield client
 
 
-def test_schemas_snapshot_and_changes_without_await(cdc: sync.Client, database: Database) -> None:
+def test_schemas_snapshot_and_changes_without_await(
+    cdc: sync.BlockingClient, database: Database
+) -> None:
     assert [table.table for table in cdc.tables()] == ["users"]
     assert cdc.schema("users").primary_key == ("id",)
     with pytest.raises(UnknownTable):
@@ -57,7 +59,9 @@ def test_schemas_snapshot_and_changes_without_await(cdc: sync.Client, database: 
     assert progress is not None
 
 
-def test_events_messages_and_the_log_without_await(cdc: sync.Client, database: Database) -> None:
+def test_events_messages_and_the_log_without_await(
+    cdc: sync.BlockingClient, database: Database
+) -> None:
     database.execute("SELECT pg_logical_emit_message(true, 'outbox', 'hello')")
     with cdc.messages("outbox", after="start") as messages:
         assert messages.next(20).event.data == "hello"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import subprocess
+import sys
 from importlib.resources import files
 
 import pytest
@@ -97,9 +99,22 @@ def test_the_package_exports_exactly_what_is_promised() -> None:
     assert all(hasattr(consumer_sdk, name) for name in PUBLIC)
 
 
+def test_a_name_that_is_not_promised_is_not_there() -> None:
+    assert not hasattr(consumer_sdk, "PullConsumer")
+
+
+def test_the_wire_loads_without_nats() -> None:
+    """So that the bridge and the commands start quickly."""
+    program = "import sys, consumer_sdk.wire; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not {"nats", "aiohttp", "consumer_sdk.client"} & set(loaded)
+
+
 def test_the_client_has_exactly_the_promised_methods() -> None:
     assert methods(consumer_sdk.Client) == CLIENT
-    assert methods(sync.Client) == SYNC_CLIENT
+    assert methods(sync.BlockingClient) == SYNC_CLIENT
 
 
 def test_the_package_is_typed() -> None:
@@ -109,7 +124,7 @@ def test_the_package_is_typed() -> None:
 def test_every_public_name_says_what_it_promises() -> None:
     for name in PUBLIC - {"__version__"}:
         assert inspect.getdoc(getattr(consumer_sdk, name)), name
-    for kind in (consumer_sdk.Client, sync.Client):
+    for kind in (consumer_sdk.Client, sync.BlockingClient):
         for name in methods(kind):
             assert inspect.getdoc(getattr(kind, name)), name
 
