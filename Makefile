@@ -39,7 +39,7 @@ test-long: $(VENV)/.dev  ## the tests that kill and cut in loops, twenty rounds 
 check: $(VENV)/.dev  ## format, lint, types, import rules, and the built wheel in an empty environment
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict bridge consumer_sdk spark_consumer
+	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
 	rm -rf build/check && mkdir -p build/check
 	$(BIN)/python -m build --outdir build/check .
@@ -80,7 +80,7 @@ more: $(VENV)/.dev  ## what make test-more needs
 clean:  ## remove what builds, tests and runs have left; the environment stays
 	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	rm -rf artifacts checkpoints derby.log metastore_db spark-warehouse
-	find bridge consumer_sdk spark_consumer tests -name __pycache__ -prune -exec rm -rf {} +
+	find bridge consumer_sdk spark_consumer tailrace tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("tailrace needs Python 3.11 or newer; set PYTHON=…")'

@@ -1,5 +1,6 @@
 """`python -m bridge` is the command `bridge`."""
 
-from consumer_sdk.launch.commands import bridge
+from tailrace.launch import bridge
 
-bridge()
+if __name__ == "__main__":
+    bridge()

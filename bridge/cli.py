@@ -9,9 +9,10 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from bridge import __version__, config
+from bridge import config
 from bridge.allocator import return_large_blocks
 from bridge.errors import BridgeError, SettingsError
+from consumer_sdk.transport.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence

@@ -10,7 +10,6 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
-from urllib.parse import urlsplit
 
 from bridge.errors import SettingsError
 from consumer_sdk.wire.subjects import Subjects
@@ -111,25 +110,6 @@ _EXPECTED: dict[Kind, str] = {
 
 
 _SLOT_NAME = re.compile(r"[a-z0-9_]{1,63}\Z")
-
-
-def refuse_visible_secret(flag: str, url: str) -> None:
-    """A secret among the flags would show in the process list."""
-    is_nats = flag == "--nats-url"
-    for part in url.split(",") if is_nats else (url,):
-        whole = part.strip() if "//" in part or "=" in part else f"//{part.strip()}"
-        try:
-            parts = urlsplit(whole)
-            # NATS takes a user without a password for a token.
-            is_token = is_nats and bool(parts.username)
-            visible = bool(parts.password) or is_token
-        except ValueError:
-            visible = False
-        if visible or re.search(r"(^|[\s?&])(ssl)?password\s*=", part):
-            raise SettingsError(
-                f"{flag}: a password or token on the command line shows in the "
-                "process list; use the environment or --config"
-            )
 
 
 def check_together(settings: Settings) -> None:
@@ -424,8 +404,6 @@ def load(
         if flags.get(name) is not None:
             origins[name] = f"flag {flag_name(item)}"
             values[name] = _parsed(item, flags[name], flag_name(item))
-            if item.metadata["secret"]:
-                refuse_visible_secret(flag_name(item), values[name])
             continue
         variable = next((n for n in environment_names(item) if environ.get(n)), None)
         if variable is not None:

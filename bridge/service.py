@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import nats.errors
 from nats.js.errors import APIError
 
-from bridge import __version__
 from bridge.errors import (
     BridgeError,
     BrokerError,
@@ -40,6 +39,7 @@ from bridge.telemetry.logs import MetricsLine
 from bridge.telemetry.stats import BridgeStats
 from bridge.telemetry.wal_monitor import WalMonitor
 from consumer_sdk.transport.logfmt import event
+from consumer_sdk.transport.version import __version__
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:

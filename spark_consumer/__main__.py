@@ -1,10 +1,6 @@
 """`python -m spark_consumer` is the command `spark-consumer`."""
 
-from __future__ import annotations
-
-import sys
-
-from spark_consumer.cli import main
+from tailrace.launch import spark_consumer
 
 if __name__ == "__main__":
-    sys.exit(main())
+    spark_consumer()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from consumer_sdk.client import Client
 
-CREDENTIALS_ADVICE = "a password is better kept in PGPASSWORD or ~/.pgpass"
+CREDENTIALS_ADVICE = "its password belongs into PGPASSWORD or ~/.pgpass"
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -28,7 +28,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nats",
         metavar="URL",
-        help="address, several separated by commas; one with a password is better kept in the "
+        help="address, several separated by commas; one with a password belongs into the "
         "environment [NATS_URL]",
     )
     group.add_argument(

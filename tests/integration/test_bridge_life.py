@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from bridge import __version__
 from bridge.cli import COMMANDS, main
+from consumer_sdk.transport.version import __version__
 from consumer_sdk.wire import parse_lsn
 from tests.fixtures.postgres import both_versions
 from tests.fixtures.waiting import eventually, wait_until

@@ -1,0 +1,1 @@
+"""Where the commands `bridge`, `cdc` and `spark-consumer` start and end."""
