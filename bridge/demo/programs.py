@@ -1,36 +1,30 @@
-"""The commands that the demonstration runs beside itself, exactly as a user would type them."""
+"""The commands that the demonstration runs, exactly as a user would type them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import shlex
+import shutil
 import signal
 import sys
+import sysconfig
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import bridge
-from bridge.embedded import GuardedProcess
+from bridge.embedded import GuardedProcess, ServerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 # What the user has set for a real database must not lead a command of the demonstration there.
 _CONFIGURING: Final = ("BRIDGE_", "PG", "POSTGRES_", "NATS_", "DATABASE_URL", "SPARK_")
-# A Java that leaves nothing in the system's temporary directory and does not spend longer on
-# compiling than on the little it has to do.
+# Java leaves nothing in the system's temporary directory, and does not spend longer on compiling
+# than on the little it has to do.
 _JAVA_OPTIONS: Final = ("-XX:-UsePerfData", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
-# Nobody looks at Spark's own pages in the minute that it runs.
 _SPARK_SETTINGS: Final = "spark.ui.enabled false\n"
-_POLL_SECONDS: Final = 0.1
-
-ENTRY_POINTS: Final = {
-    "bridge": "bridge",
-    "cdc": "cdc",
-    "spark-consumer": "spark_consumer",
-}
+POLL_SECONDS: Final = 0.1
 
 
 class Programs:
@@ -44,14 +38,10 @@ class Programs:
         scratch = directory / "tmp"
         scratch.mkdir(exist_ok=True)
         (scratch / "spark-defaults.conf").write_text(_SPARK_SETTINGS)
-        kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(_CONFIGURING)
-        }
-        # Packages may lie in a directory that only this process has on its path.
-        roots = [str(Path(bridge.__file__).parents[1]), kept.get("PYTHONPATH", "")]
         self._environment = {
-            **kept,
-            "PYTHONPATH": os.pathsep.join(filter(None, roots)),
+            **{
+                name: text for name, text in os.environ.items() if not name.startswith(_CONFIGURING)
+            },
             "PYTHONUNBUFFERED": "1",
             "NO_COLOR": "1",
             "TMPDIR": str(scratch),
@@ -63,15 +53,17 @@ class Programs:
 
     def start(self, program: str, *arguments: str) -> GuardedProcess:
         """Start one of our commands."""
-        script = Path(sys.executable).with_name(program)
-        if script.is_file():
-            return self._start(program, [str(script), *arguments])
-        start = f"from bridge.launch import commands; commands.{ENTRY_POINTS[program]}()"
-        return self.start_python(program, "-c", start, *arguments)
+        scripts = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+        script = shutil.which(program, path=scripts)
+        if script is None:
+            raise ServerError(
+                f"the command {program} is not on the PATH; run: pip install tailrace"
+            )
+        return self._start(program, [script, *arguments])
 
-    def start_python(self, name: str, *arguments: str) -> GuardedProcess:
-        """Start this Python interpreter."""
-        return self._start(name, [sys.executable, *arguments])
+    def start_module(self, module: str, *arguments: str) -> GuardedProcess:
+        """Start a Python module as a program."""
+        return self._start(module, [sys.executable, "-m", module, *arguments])
 
     def _start(self, name: str, command: Sequence[str]) -> GuardedProcess:
         number = sum(1 for _ in self._directory.glob("*.log"))
@@ -85,38 +77,39 @@ class Programs:
         )
 
 
-async def ended(
-    process: GuardedProcess, timeout: float, meanwhile: Callable[[], None] | None = None
+async def wait_for_end(
+    process: GuardedProcess, timeout: float, meanwhile: Callable[[], None] = lambda: None
 ) -> int | None:
     """Wait for the end of a process; its exit code, None if it still runs after `timeout`."""
     deadline = time.monotonic() + timeout
-    while (code := process.exit_code) is None:
-        if time.monotonic() > deadline:
-            return None
-        if meanwhile is not None:
-            meanwhile()
-        await asyncio.sleep(_POLL_SECONDS)
+    while (code := process.exit_code) is None and time.monotonic() < deadline:
+        meanwhile()
+        await asyncio.sleep(POLL_SECONDS)
     return code
 
 
-async def completed(
+async def complete(
     process: GuardedProcess, timeout: float, meanwhile: Callable[[], None]
 ) -> str | None:
-    """Let a command run to its end; None if it succeeded, else a phrase that says what it said."""
-    code = await ended(process, timeout, meanwhile)
-    if code == 0:
-        return None
+    """Let a command run to its end; None if it succeeded, else what went wrong in a sentence."""
+    code = await wait_for_end(process, timeout, meanwhile)
     if code is None:
         process.kill()
         return f"{process.name} did not end in {timeout:g} s"
-    said = [line for line in output(process) if line.strip()]
-    return f"{process.name} ended with exit code {code}: {said[-1] if said else 'without a word'}"
+    return None if code == 0 else exit_report(process)
 
 
-async def stopped(process: GuardedProcess, timeout: float = 15) -> int | None:
-    """Ask a process to end as Ctrl-C does and wait for it; None if it had to be killed."""
+def exit_report(process: GuardedProcess) -> str:
+    """Exit code and last line of a process that has ended."""
+    printed = [line for line in output(process) if line.strip()]
+    last = printed[-1] if printed else "it printed nothing"
+    return f"{process.name} ended with exit code {process.exit_code}: {last}"
+
+
+async def interrupt(process: GuardedProcess, timeout: float = 15) -> int | None:
+    """End a process as Ctrl-C does; its exit code, None if it had to be killed."""
     process.send_signal(signal.SIGINT)
-    code = await ended(process, timeout)
+    code = await wait_for_end(process, timeout)
     if code is None:
         process.kill()
     return code
@@ -127,6 +120,6 @@ def output(process: GuardedProcess) -> list[str]:
     return process.log_path.read_text(errors="replace").splitlines()
 
 
-def typed(program: str, *arguments: str) -> str:
+def command_line(program: str, *arguments: str) -> str:
     """The command as one would type it."""
     return shlex.join([program, *arguments])

@@ -114,7 +114,11 @@ A_PRODUCT: Final = """
 A_DESCRIPTION: Final = """
     (SELECT string_agg(md5(random()::text), ' ') FROM generate_series(1, 90 + mod(n, 30)))
 """
-NEW_PRODUCTS: Final = f"""
+
+
+def new_products(count: int) -> str:
+    """INSERT of products, each with values of its own."""
+    return f"""
 INSERT INTO products (name, price, tax_rate, weight_kg, rating, in_stock, stock, tags, prices_seen,
     attributes, raw_feed, thumbnail, first_sold, opens_at, changed_at, available_at, lead_time,
     age_group, supplier_ip, description)
@@ -128,44 +132,36 @@ SELECT {A_PRODUCT}, {A_PRICE}, 0.19 + random()::numeric / 100, (random() * 30)::
     clock_timestamp()::timestamp, clock_timestamp() + random() * interval '90 days',
     random() * interval '40 days', int4range(mod(n, 12), 12 + mod(n, 80)),
     ('10.0.' || mod(n, 256) || '.' || floor(random() * 256))::inet, {A_DESCRIPTION}
-FROM generate_series(1, %s) n
+FROM generate_series(1, {count}) n
 """
-NEW_VISITS: Final = """
+
+
+def new_visits(count: int) -> str:
+    """INSERT of visits, some of them equal."""
+    return f"""
 INSERT INTO visits (page, country, seconds)
 SELECT '/' || (ARRAY['','cart','help','sale','login'])[1 + floor(random() * 5)::int],
        (ARRAY['DE','FR','JP','BR','PL','VN'])[1 + floor(random() * 6)::int],
        nullif(floor(random() * 40)::int, 0)
-FROM generate_series(1, %s)
+FROM generate_series(1, {count})
 """
 
-_ORDERS: Final = 1000
+
 _SEED: Final = (
-    (
-        f"""INSERT INTO customers (name, email, balance)
-            SELECT {A_CUSTOMER}, 'customer' || n || '@example.com', {A_PRICE}
-            FROM generate_series(1, %s) n""",
-        400,
-    ),
-    (
-        f"""INSERT INTO orders (customer_id, status, total)
-            SELECT 1 + floor(random() * 400)::int,
-                   (ARRAY['new','paid','shipped'])[1 + mod(n, 3)]::order_status, {A_PRICE}
-            FROM generate_series(1, %s) n""",
-        _ORDERS,
-    ),
-    (
-        f"""INSERT INTO items (order_id, line, product_id, quantity, price)
-            SELECT id, line, 1 + floor(random() * 120)::int, 1 + mod(line, 4), {A_PRICE}
-            FROM orders, generate_series(1, 1 + mod(id, 4)::int) line WHERE id <= %s""",
-        _ORDERS,
-    ),
-    (
-        """INSERT INTO sales.invoices (order_id, amount)
-           SELECT id, total FROM orders WHERE status <> 'new' AND id <= %s""",
-        _ORDERS,
-    ),
-    (NEW_PRODUCTS, 120),
-    (NEW_VISITS, 300),
+    f"""INSERT INTO customers (name, email, balance)
+        SELECT {A_CUSTOMER}, 'customer' || n || '@example.com', {A_PRICE}
+        FROM generate_series(1, 400) n""",
+    f"""INSERT INTO orders (customer_id, status, total)
+        SELECT 1 + floor(random() * 400)::int,
+               (ARRAY['new','paid','shipped'])[1 + mod(n, 3)]::order_status, {A_PRICE}
+        FROM generate_series(1, 1000) n""",
+    f"""INSERT INTO items (order_id, line, product_id, quantity, price)
+        SELECT id, line, 1 + floor(random() * 120)::int, 1 + mod(line, 4), {A_PRICE}
+        FROM orders, generate_series(1, 1 + mod(id, 4)::int) line""",
+    """INSERT INTO sales.invoices (order_id, amount)
+       SELECT id, total FROM orders WHERE status <> 'new'""",
+    new_products(120),
+    new_visits(300),
 )
 
 
@@ -173,7 +169,7 @@ def set_up(connection: psycopg.Connection) -> int:
     """Create the tables with their first rows, and the publication; how many rows there are."""
     with connection.transaction():
         connection.execute(SCHEMA)
-        rows = sum(connection.execute(text, [count]).rowcount for text, count in _SEED)
+        rows = sum(connection.execute(statement.encode()).rowcount for statement in _SEED)
         connection.execute(f"CREATE PUBLICATION {PUBLICATION} FOR ALL TABLES")
     return rows
 

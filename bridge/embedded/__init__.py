@@ -4,7 +4,13 @@ They listen on free loopback ports, run as root too, and leave no process behind
 that started them ends.
 """
 
-from bridge.embedded.guarded_process import LOOPBACK, GuardedProcess, ServerError, free_port
+from bridge.embedded.guarded_process import (
+    LOOPBACK,
+    GuardedProcess,
+    ServerError,
+    free_port,
+    port_is_free,
+)
 from bridge.embedded.nats import NatsCluster, NatsServer
 from bridge.embedded.postgres import PostgresServer
 
@@ -16,4 +22,5 @@ __all__ = [
     "PostgresServer",
     "ServerError",
     "free_port",
+    "port_is_free",
 ]

@@ -1,9 +1,9 @@
-"""Run one server and never outlive the process that asked for it.
+"""Runs one server and ends it when the process that asked for it ends.
 
-A stand-alone script on the standard library alone, started by `guarded_process`. Its standard
-input is a pipe whose other end only the owner holds. It brings the job (not as arguments, which
-everybody can list) and then stays silent: when the owner ends, however it ends, the pipe closes and
-the server is stopped. This works alike on Linux and macOS, and for kill -9 of the owner.
+A script of its own, on the standard library alone, started by `guarded_process`. Its standard input
+is a pipe whose other end only the owner holds. The first line describes the server (arguments would
+be seen by every user). When the owner ends in any way, also by SIGKILL, the pipe closes and the
+server is stopped. This works on Linux and macOS.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def main() -> int:
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    told_to_stop = False
+    stop_requested = False
 
-    def note_stop(_signum: int, _frame: object) -> None:
-        nonlocal told_to_stop
-        told_to_stop = True
+    def request_stop(_signum: int, _frame: object) -> None:
+        nonlocal stop_requested
+        stop_requested = True
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, note_stop)
+        signal.signal(signum, request_stop)
     signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
 
     pid = start(job)
@@ -50,12 +50,12 @@ def main() -> int:
             os.read(wake_read, 4096)
         code = exit_code(pid)
         if code is not None:
-            bury_orphans()
+            reap_orphans()
             return code
         # A forked child of the owner may still hold the pipe, so the parent is looked at as well.
-        if told_to_stop or sys.stdin in readable or os.getppid() != owner:
+        if stop_requested or sys.stdin in readable or os.getppid() != owner:
             code = stop(pid, job["stop_signal"], job["grace"])
-            bury_orphans()
+            reap_orphans()
             if job["remove"] is not None:
                 remove(job["remove"])
             return code
@@ -67,7 +67,7 @@ def start(job: dict[str, object]) -> int:
     # Loaded before the switch of accounts: the new one may be unable to read Python's library.
     prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
     if prctl is not None:
-        # Children that a killed server leaves behind become ours, see `bury_orphans`.
+        # Children that a killed server leaves behind become children of the guardian.
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     pid = os.fork()
     if pid:
@@ -133,8 +133,8 @@ def kill_tree(pid: int) -> list[int]:
     return tree
 
 
-def bury_orphans() -> None:
-    """Kill and reap what an ended server has left to us as its heir."""
+def reap_orphans() -> None:
+    """Kill and reap the processes that an ended server has left behind."""
     for pid in children(os.getpid()):
         signal_process(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
@@ -171,7 +171,7 @@ def _linux_parent(entry: Path) -> int | None:
 
 
 def remove(directory: str) -> None:
-    """Delete a temporary directory that the vanished owner can no longer delete."""
+    """Delete a temporary directory whose owner has ended."""
     import shutil
 
     shutil.rmtree(directory, ignore_errors=True)

