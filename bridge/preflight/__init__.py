@@ -1,4 +1,4 @@
-"""What `bridge check` looks at, in PostgreSQL and in NATS, each finding with its fix."""
+"""`bridge check`: findings on PostgreSQL and NATS, each with its fix."""
 
 from bridge.preflight.findings import Finding, raise_if_blocked
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import nats.errors
-import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from bridge.errors import BrokerError, Retryable
 from bridge.jetstream.link import open_link, options_of, probe
 from bridge.jetstream.streams import ApiError
 from bridge.postgres.connection import conninfo_of
-from bridge.preflight.continuity import Standing, check_continuity, read_standing
+from bridge.postgres.errors import DriverError
+from bridge.preflight.continuity import SlotPosition, check_continuity, read_slot_position
 from bridge.preflight.findings import Finding, exit_code, format_json, format_text, problem
 from bridge.preflight.nats import check_nats
 from bridge.preflight.permissions import check_permissions
@@ -63,17 +63,17 @@ async def check(settings: Settings) -> list[Finding]:
     """Every finding on both sides; a side that cannot be reached is a finding too."""
     try:
         found, source = await _check_source(settings)
-    except psycopg.Error as error:
+    except DriverError as error:
         found, source = [unreadable(error)], _Source()
     return found + await _check_broker(settings, source)
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What the NATS side is compared with; no standing where PostgreSQL cannot be streamed."""
+    """What the NATS side is compared with; no position where PostgreSQL cannot be streamed."""
 
     tables: list[tuple[str, str]] = field(default_factory=list)
-    standing: Standing | None = None
+    position: SlotPosition | None = None
 
 
 async def _check_source(settings: Settings) -> tuple[list[Finding], _Source]:
@@ -91,13 +91,13 @@ async def _check_source(settings: Settings) -> tuple[list[Finding], _Source]:
         described = None
         if not any(finding.code == LOCKED for finding in found):
             described = await published_tables(connection, settings.pub)
-        standing = await read_standing(connection, settings.slot)
+        position = await read_slot_position(connection, settings.slot)
     if not any(finding.blocks for finding in found):
         found += await check_replication_connection(conninfo)
     is_usable = not any(finding.blocks for finding in found)
     tables = described.tables if described is not None else ()
     pairs = [(table.schema, table.table) for table in tables]
-    return found, _Source(pairs, standing if is_usable else None)
+    return found, _Source(pairs, position if is_usable else None)
 
 
 async def _check_broker(settings: Settings, source: _Source) -> list[Finding]:
@@ -131,14 +131,14 @@ async def _check_connected(
             monitor_url=settings.nats_monitor,
         )
         has_jetstream = not any(finding.code == "jetstream" for finding in found)
-        if source.standing is not None and has_jetstream:
+        if source.position is not None and has_jetstream:
             found += await check_continuity(
                 client,
                 conninfo_of(settings),
                 subjects=subjects,
                 slot=settings.slot,
                 publication=settings.pub,
-                standing=source.standing,
+                position=source.position,
                 accepts_gap=settings.on_gap == "new-epoch",
             )
         return found

@@ -1,9 +1,9 @@
-"""Whether the bridge would go on where the record of its source ends: the decision of the start."""
+"""Checks whether the bridge would continue without a gap: the decision of its start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import nats.errors
 from nats.js.errors import APIError, NotFoundError
@@ -20,11 +20,11 @@ from bridge.schemas.store import SchemaStore
 from consumer_sdk.wire.lsn import format_lsn, parse_lsn
 
 if TYPE_CHECKING:
-    import psycopg
     from nats.aio.client import Client
     from nats.js.kv import KeyValue
 
     from bridge.jetstream.streams import StreamState
+    from bridge.postgres.connection import CatalogConnection
     from consumer_sdk.wire.subjects import Subjects
 
 _FIX = (
@@ -36,15 +36,15 @@ _WHY_ACCEPTED = "--on-gap=new-epoch is set: a new epoch begins, and consumers bo
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SlotPosition:
     """Where a slot stands; `confirmed_lsn` is None where there is no such slot."""
 
     confirmed_lsn: int | None
     active: bool
 
 
-async def read_standing(connection: psycopg.AsyncConnection[Any], slot: str) -> Standing:
-    """Must be read before the record: a bridge that streams moves the record first."""
+async def read_slot_position(connection: CatalogConnection, slot: str) -> SlotPosition:
+    """To be called before the record is read: a running bridge moves the record first."""
     cursor = await connection.execute(
         "SELECT confirmed_flush_lsn::text, active FROM pg_catalog.pg_replication_slots "
         "WHERE slot_name = %s",
@@ -52,8 +52,8 @@ async def read_standing(connection: psycopg.AsyncConnection[Any], slot: str) -> 
     )
     row = await cursor.fetchone()
     if row is None:
-        return Standing(None, active=False)
-    return Standing(parse_lsn(row[0] or "0/0"), bool(row[1]))
+        return SlotPosition(None, active=False)
+    return SlotPosition(parse_lsn(row[0] or "0/0"), bool(row[1]))
 
 
 async def check_continuity(
@@ -63,7 +63,7 @@ async def check_continuity(
     subjects: Subjects,
     slot: str,
     publication: str,
-    standing: Standing,
+    position: SlotPosition,
     accepts_gap: bool = False,
 ) -> list[Finding]:
     """What the start would decide on this slot, stream and server; nothing is written.
@@ -85,8 +85,8 @@ async def check_continuity(
         server = await _identify(conninfo, slot, publication)
     except (Retryable, BridgeError) as error:
         return [_unreadable(error)]
-    decision = _decide(record, server, publication, standing, stream, tail_id)
-    reason = _gap(decision, record, slot, standing, stream, subjects)
+    decision = _decide(record, server, publication, position, stream, tail_id)
+    reason = _gap(decision, record, slot, position, stream, subjects)
     if reason is not None:
         severity: Severity = "warning" if accepts_gap else "problem"
         return [
@@ -109,20 +109,20 @@ def _decide(
     record: Record,
     server: Server,
     publication: str,
-    standing: Standing,
+    position: SlotPosition,
     stream: StreamState | None,
     tail_id: str | None,
 ) -> Continuity:
-    """What the start decides; a slot or stream that is gone is told apart from what else is."""
+    """What the start decides from what slot and stream hold; one that is gone is left out."""
     progress = record.progress or {}
-    if standing.active:
+    if position.active:
         # A bridge that stops in good order confirms everything, whatever it publishes now.
         publication = str(progress.get("publication") or publication)
     return decide(
         record,
         server,
         publication=publication,
-        slot_lsn=record.recorded_lsn if standing.confirmed_lsn is None else standing.confirmed_lsn,
+        slot_lsn=record.recorded_lsn if position.confirmed_lsn is None else position.confirmed_lsn,
         stream_created_us=progress.get("stream_created", 0)
         if stream is None
         else stream.created_us,
@@ -135,16 +135,16 @@ def _gap(
     decision: Continuity,
     record: Record,
     slot: str,
-    standing: Standing,
+    position: SlotPosition,
     stream: StreamState | None,
     subjects: Subjects,
 ) -> str | None:
-    """Why the start would not go on; it would make slot and stream anew, which loses the place."""
+    """Why the start would not continue; it creates a missing slot or stream at another position."""
     if decision.first:
         return None
     recorded = format_lsn(record.recorded_lsn)
     reasons = []
-    if standing.confirmed_lsn is None:
+    if position.confirmed_lsn is None:
         reasons.append(f"slot {slot} is gone, its changes are recorded up to {recorded}")
     if stream is None:
         reasons.append(f"stream {subjects.cdc_stream} is gone, it held changes up to {recorded}")

@@ -1,4 +1,4 @@
-"""Prints findings: for people, worst first; for programs, as JSON."""
+"""A finding with its fix, and the report: worst first for people, JSON for programs."""
 
 from __future__ import annotations
 

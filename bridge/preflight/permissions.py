@@ -1,4 +1,4 @@
-"""What the bridge and its consumers must be allowed on NATS, and a trial without effect."""
+"""NATS permissions that the bridge and its consumers need, and a check that tries them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 REFUSAL_ROUNDS = 5
 REFUSAL_PAUSE_SECONDS = 0.05
+# The protocol reports a violation as text only: -ERR 'Permissions Violation for …'.
 _VIOLATION = re.compile(
     r"permissions violation for (publish|subscription) to \"([^\"]+)\"", re.IGNORECASE
 )
@@ -122,7 +123,7 @@ def _trials(subjects: Subjects) -> dict[str, tuple[str, bytes]]:
 
 
 async def check_permissions(options: Mapping[str, Any], subjects: Subjects) -> list[Finding]:
-    """Try on a connection of its own what the bridge will do; nothing is stored or created."""
+    """Try what the bridge will do, on a separate connection; nothing is stored or created."""
     refused: set[tuple[str, str]] = set()
 
     async def note(error: Exception) -> None:

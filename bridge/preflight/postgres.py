@@ -1,12 +1,21 @@
-"""The PostgreSQL half of the preflight."""
+"""Checks the PostgreSQL side: server, role, publication and slot."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
 from bridge.errors import SourceError
+from bridge.postgres.errors import (
+    INVALID_AUTHORIZATION,
+    INVALID_PASSWORD,
+    UNDEFINED_DATABASE,
+    DriverError,
+    one_line,
+    sqlstate_of,
+)
 from bridge.postgres.publication import TablesLocked, read_publication
 from bridge.preflight.findings import Finding, problem, warning
 from bridge.preflight.publication import check_publication
@@ -14,14 +23,23 @@ from bridge.preflight.server import check_open_transactions, check_server, read_
 from bridge.preflight.slot import check_decoding, check_slots, read_slots
 
 if TYPE_CHECKING:
+    from bridge.postgres.connection import CatalogConnection
     from bridge.postgres.publication import Publication
 
 LOCKED = "table-locked"
 DEFAULT_WARN_BYTES = 512 * 1024**2
 
+_FIX_ADDRESS = "start PostgreSQL, or set PG_HOST and PG_PORT, or DATABASE_URL, to where it is"
+_FIXES = {
+    INVALID_PASSWORD: "set POSTGRES_BRIDGE_USER and POSTGRES_BRIDGE_PASSWORD, or DATABASE_URL",
+    INVALID_AUTHORIZATION: "let the role log in: it must exist and have LOGIN, and pg_hba.conf "
+    "needs a line for this host, database and role",
+    UNDEFINED_DATABASE: "set PG_DB, or DATABASE_URL, to a database that exists",
+}
+
 
 async def check_postgres(
-    connection: psycopg.AsyncConnection[Any],
+    connection: CatalogConnection,
     *,
     slot: str,
     publication: str,
@@ -55,8 +73,8 @@ async def check_postgres(
     return found
 
 
-async def connect_for_check(conninfo: str) -> psycopg.AsyncConnection[Any] | Finding:
-    """A connection for the checks, or the finding that there is none to be had."""
+async def connect_for_check(conninfo: str) -> CatalogConnection | Finding:
+    """A connection for the checks, or the finding that says why there is none."""
     try:
         return await psycopg.AsyncConnection.connect(
             conninfo,
@@ -65,7 +83,7 @@ async def connect_for_check(conninfo: str) -> psycopg.AsyncConnection[Any] | Fin
             application_name="bridge check",
             client_encoding="utf8",
         )
-    except psycopg.Error as error:
+    except DriverError as error:
         return _unreachable(conninfo, error)
 
 
@@ -75,12 +93,12 @@ async def check_replication_connection(conninfo: str) -> list[Finding]:
         connection = await psycopg.AsyncConnection.connect(
             conninfo, autocommit=True, connect_timeout=10, replication="database"
         )
-    except psycopg.Error as error:
+    except DriverError as error:
         return [
             problem(
                 "postgres",
                 "replication-connect",
-                f"no replication connection: {_one_line(error)}",
+                f"no replication connection: {one_line(error)}",
                 "the bridge streams over such a connection",
                 "connect to PostgreSQL itself, not through a pooler such as PgBouncer, and let "
                 "max_wal_senders leave room",
@@ -91,16 +109,13 @@ async def check_replication_connection(conninfo: str) -> list[Finding]:
     return []
 
 
-async def published_tables(
-    connection: psycopg.AsyncConnection[Any], publication: str
-) -> Publication | None:
-    """The publication as it is, for those who need its tables only."""
+async def published_tables(connection: CatalogConnection, publication: str) -> Publication | None:
+    """The publication with its tables; None if there is none of that name."""
     try:
         return await read_publication(connection, publication, connection.info.server_version)
-    except (TablesLocked, psycopg.Error) as error:
-        line = " ".join(str(error).split())
+    except (TablesLocked, DriverError) as error:
         raise SourceError(
-            f"publication {publication} cannot be looked at: {line}; try again later"
+            f"publication {publication} cannot be looked at: {one_line(error)}; try again later"
         ) from error
 
 
@@ -114,30 +129,22 @@ def _locked(error: TablesLocked) -> Finding:
     )
 
 
-def unreadable(error: psycopg.Error) -> Finding:
-    """What keeps the check from looking at PostgreSQL at all."""
+def unreadable(error: DriverError) -> Finding:
+    """The finding that PostgreSQL refused the queries of the check."""
     return problem(
         "postgres",
         "pg-unreadable",
-        f"PostgreSQL cannot be looked at: {' '.join(str(error).split())}",
+        f"PostgreSQL cannot be looked at: {one_line(error)}",
         "the rest of the checks could not be made",
         "-- try again; look for a statement_timeout of the role and at the log of PostgreSQL",
         blocks=True,
     )
 
 
-def _unreachable(conninfo: str, error: psycopg.Error) -> Finding:
-    text = _one_line(error)
-    if "password authentication failed" in text or "no password supplied" in text:
-        fix = "set POSTGRES_BRIDGE_USER and POSTGRES_BRIDGE_PASSWORD, or DATABASE_URL"
-    elif "pg_hba.conf" in text:
-        fix = "add a line for this host, database and role to pg_hba.conf, then reload"
-    elif "does not exist" in text:
-        fix = "set PG_DB and POSTGRES_BRIDGE_USER, or DATABASE_URL, to what exists"
-    else:
-        fix = "start PostgreSQL, or set PG_HOST and PG_PORT, or DATABASE_URL, to where it is"
-    parts = psycopg.conninfo.conninfo_to_dict(conninfo)
-    secret = str(parts.get("password") or "")
+def _unreachable(conninfo: str, error: DriverError) -> Finding:
+    text = one_line(error)
+    fix = _FIXES.get(sqlstate_of(error), _FIX_ADDRESS)
+    secret = str(conninfo_to_dict(conninfo).get("password") or "")
     if secret:
         text = text.replace(secret, "***")
     return problem(
@@ -148,7 +155,3 @@ def _unreachable(conninfo: str, error: psycopg.Error) -> Finding:
         fix,
         blocks=True,
     )
-
-
-def _one_line(error: psycopg.Error) -> str:
-    return " ".join(str(error).split())

@@ -1,12 +1,11 @@
-"""Judges the publication: contents, grants, identities, filters, partitions."""
+"""Checks the publication: contents, grants, identities, filters, partitions."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from psycopg import sql
-
 from bridge.preflight.findings import Finding, ok, problem, warning
+from bridge.preflight.setup_sql import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,11 +42,6 @@ def check_publication(
             *_partitions(publication, table),
         ]
     return found
-
-
-def quoted(*names: str) -> str:
-    """Names as SQL identifiers, joined by dots."""
-    return sql.Identifier(*names).as_string(None)
 
 
 def _contents(publication: Publication) -> Iterator[Finding]:

@@ -1,17 +1,16 @@
-"""PostgreSQL itself: version, settings, room for us, and what our role may do."""
+"""Checks the server: version, settings, free slots and WAL senders, rights of the role."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from psycopg import sql
+from typing import TYPE_CHECKING
 
 from bridge.preflight.findings import Finding, ok, problem, warning
+from bridge.preflight.setup_sql import quoted
 from bridge.telemetry.wal_monitor import format_duration
 
 if TYPE_CHECKING:
-    import psycopg
+    from bridge.postgres.connection import CatalogConnection
 
 OLDEST_VERSION = 140000
 RESTART = "then restart PostgreSQL"
@@ -59,7 +58,7 @@ SELECT 'prepared transaction ' || quote_literal(gid), owner::text, 'prepared',
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What the checks know about the server and about us on it."""
+    """What one query says about the server, the role and the slot."""
 
     version: int
     version_text: str
@@ -84,7 +83,7 @@ class ServerFacts:
         return self.version // 10000
 
 
-async def read_facts(connection: psycopg.AsyncConnection[Any], slot: str) -> ServerFacts:
+async def read_facts(connection: CatalogConnection, slot: str) -> ServerFacts:
     """Everything the server checks need, in one query."""
     cursor = await connection.execute(_FACTS, [slot, slot])
     row = await cursor.fetchone()
@@ -159,12 +158,12 @@ def _recovery(facts: ServerFacts) -> list[Finding]:
 
 
 def _senders(facts: ServerFacts) -> Finding:
-    for_us = facts.senders_free + int(facts.slot_active)
-    if for_us >= 2:
+    for_bridge = facts.senders_free + int(facts.slot_active)
+    if for_bridge >= 2:
         shown = f"{facts.senders_free} of {facts.senders} WAL senders free"
         return ok("postgres", "wal-senders", shown)
     fix = f"ALTER SYSTEM SET max_wal_senders = {facts.senders + 5};\n-- {RESTART}"
-    if for_us < 1:
+    if for_bridge < 1:
         return problem(
             "postgres",
             "wal-senders",
@@ -183,15 +182,15 @@ def _senders(facts: ServerFacts) -> Finding:
 
 
 def _slots(facts: ServerFacts) -> Finding:
-    for_us = facts.slots_free + int(facts.slot_exists)
-    if for_us >= 2:
+    for_bridge = facts.slots_free + int(facts.slot_exists)
+    if for_bridge >= 2:
         shown = f"{facts.slots_free} of {facts.slots} replication slots free"
         return ok("postgres", "replication-slots", shown)
     fix = (
         f"ALTER SYSTEM SET max_replication_slots = {facts.slots + 5};\n"
         f"-- {RESTART}; or drop a slot nobody uses, see the view pg_replication_slots"
     )
-    if for_us < 1:
+    if for_bridge < 1:
         return problem(
             "postgres",
             "replication-slots",
@@ -258,13 +257,12 @@ def _encoding(facts: ServerFacts) -> list[Finding]:
 def _replication_right(facts: ServerFacts) -> Finding:
     if facts.may_replicate:
         return ok("postgres", "role-replication", f"role {facts.role} may replicate")
-    role = sql.Identifier(facts.role).as_string(None)
     return problem(
         "postgres",
         "role-replication",
         f"role {facts.role} lacks the REPLICATION attribute",
         "PostgreSQL refuses the replication connection and the creation of slots",
-        f"ALTER ROLE {role} REPLICATION;",
+        f"ALTER ROLE {quoted(facts.role)} REPLICATION;",
         blocks=True,
     )
 
@@ -272,22 +270,21 @@ def _replication_right(facts: ServerFacts) -> Finding:
 def _statistics_right(facts: ServerFacts) -> Finding:
     if facts.sees_statistics:
         return ok("postgres", "role-statistics", f"role {facts.role} sees other sessions")
-    role = sql.Identifier(facts.role).as_string(None)
     return warning(
         "postgres",
         "role-statistics",
         f"role {facts.role} cannot see other sessions",
         "the bridge cannot tell which transaction holds the slot back or delays a snapshot",
-        f"GRANT pg_read_all_stats TO {role};",
+        f"GRANT pg_read_all_stats TO {quoted(facts.role)};",
     )
 
 
 async def check_open_transactions(
-    connection: psycopg.AsyncConnection[Any], seconds: float, *, sees_all: bool
+    connection: CatalogConnection, seconds: float, *, sees_all: bool
 ) -> list[Finding]:
     """Writing transactions open for long: they delay every snapshot and hold WAL back.
 
-    Without the right to see other sessions their absence proves nothing, and nothing is said.
+    Without the right to see other sessions, finding none proves nothing and gives no finding.
     """
     cursor = await connection.execute(_OPEN_TRANSACTIONS, {"seconds": seconds})
     found = []

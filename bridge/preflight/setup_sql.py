@@ -25,16 +25,16 @@ def setup_sql(
     """
     lines = [
         "-- Run by a superuser in psql, connected to the database that is to be streamed.",
-        f"-- Then give the role its password:  \\password {_name(role)}",
+        f"-- Then give the role its password:  \\password {quoted(role)}",
         "",
         "-- needs a restart if it was not logical before",
         "ALTER SYSTEM SET wal_level = 'logical';",
         "",
         "-- a role that may open replication connections; no superuser, no ownership",
         *_create_role(role),
-        f"GRANT CONNECT ON DATABASE {_name(database)} TO {_name(role)};",
+        f"GRANT CONNECT ON DATABASE {quoted(database)} TO {quoted(role)};",
         "-- to name the transactions that hold the slot back",
-        f"GRANT pg_read_all_stats TO {_name(role)};",
+        f"GRANT pg_read_all_stats TO {quoted(role)};",
         "",
         "-- reading is needed for snapshots only",
         *_grants(role, tables),
@@ -44,47 +44,49 @@ def setup_sql(
     return "\n".join(lines) + "\n"
 
 
-def _name(*parts: str) -> str:
-    return sql.Identifier(*parts).as_string(None)
+def quoted(*names: str) -> str:
+    """Names as SQL identifiers, joined by dots."""
+    return sql.Identifier(*names).as_string(None)
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """A text as an SQL literal."""
     return sql.Literal(text).as_string(None).strip()
 
 
 def _create_role(role: str) -> list[str]:
     return [
         "DO $setup$ BEGIN",
-        f"  IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {_literal(role)}) THEN",
-        f"    CREATE ROLE {_name(role)} LOGIN;",
+        f"  IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {literal(role)}) THEN",
+        f"    CREATE ROLE {quoted(role)} LOGIN;",
         "  END IF;",
         "END $setup$;",
-        f"ALTER ROLE {_name(role)} LOGIN REPLICATION;",
+        f"ALTER ROLE {quoted(role)} LOGIN REPLICATION;",
     ]
 
 
 def _grants(role: str, tables: Sequence[tuple[str, str]]) -> list[str]:
     if not tables:
         return [
-            f"GRANT USAGE ON SCHEMA public TO {_name(role)};",
-            f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {_name(role)};",
+            f"GRANT USAGE ON SCHEMA public TO {quoted(role)};",
+            f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {quoted(role)};",
             "-- tables created later by the role that runs this",
-            f"ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT SELECT ON TABLES TO {_name(role)};",
+            f"ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT SELECT ON TABLES TO {quoted(role)};",
         ]
     schemas = sorted({schema for schema, _ in tables})
     return [
-        *(f"GRANT USAGE ON SCHEMA {_name(schema)} TO {_name(role)};" for schema in schemas),
-        *(f"GRANT SELECT ON TABLE {_name(*table)} TO {_name(role)};" for table in tables),
+        *(f"GRANT USAGE ON SCHEMA {quoted(schema)} TO {quoted(role)};" for schema in schemas),
+        *(f"GRANT SELECT ON TABLE {quoted(*table)} TO {quoted(role)};" for table in tables),
     ]
 
 
 def _create_publication(publication: str, tables: Sequence[tuple[str, str]]) -> list[str]:
-    scope = f"TABLE {', '.join(_name(*table) for table in tables)}" if tables else "ALL TABLES"
-    known = f"SELECT FROM pg_publication WHERE pubname = {_literal(publication)}"
+    scope = f"TABLE {', '.join(quoted(*table) for table in tables)}" if tables else "ALL TABLES"
+    known = f"SELECT FROM pg_publication WHERE pubname = {literal(publication)}"
     return [
         "DO $setup$ BEGIN",
         f"  IF NOT EXISTS ({known}) THEN",
-        f"    CREATE PUBLICATION {_name(publication)} FOR {scope};",
+        f"    CREATE PUBLICATION {quoted(publication)} FOR {scope};",
         "  END IF;",
         "END $setup$;",
     ]

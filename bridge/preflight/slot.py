@@ -1,22 +1,32 @@
-"""The replication slot: whether it is ours to use, healthy, and able to decode."""
+"""Checks the replication slot: whether it belongs to us, is valid and can decode."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import psycopg
-from psycopg import sql
-
+from bridge.postgres.errors import (
+    INSUFFICIENT_PRIVILEGE,
+    OBJECT_IN_USE,
+    UNDEFINED_OBJECT,
+    DriverError,
+    sqlstate_of,
+)
 from bridge.preflight.findings import Finding, ok, problem, warning
+from bridge.preflight.setup_sql import literal, quoted
 from bridge.telemetry.wal_monitor import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from bridge.postgres.connection import CatalogConnection
     from bridge.preflight.server import ServerFacts
 
 PEEK_TIMEOUT_MS = 10_000
+
+QUERY_CANCELED = "57014"
+# In use by a bridge, too far behind to decode within the time-out, or not ours to try.
+_NOT_JUDGED = (OBJECT_IN_USE, QUERY_CANCELED, INSUFFICIENT_PRIVILEGE)
 
 _SLOTS = """
 SELECT s.slot_name, s.slot_type, coalesce(s.plugin, ''), coalesce(s.database, ''), s.temporary,
@@ -31,7 +41,7 @@ _WAL = "(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_cur
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class SlotFacts:
     """A row of pg_replication_slots; `lag` and `retained` in bytes of WAL."""
 
     name: str
@@ -47,7 +57,7 @@ class Slot:
     retained: int
 
 
-async def read_slots(connection: psycopg.AsyncConnection[Any], major: int) -> list[Slot]:
+async def read_slots(connection: CatalogConnection, major: int) -> list[SlotFacts]:
     """All slots of the server."""
     invalidation = "NULL::text"
     if major >= 17:
@@ -57,10 +67,12 @@ async def read_slots(connection: psycopg.AsyncConnection[Any], major: int) -> li
     failover = "s.failover" if major >= 17 else "false"
     query = _SLOTS.format(invalidation=invalidation, failover=failover, wal=_WAL)
     cursor = await connection.execute(query)
-    return [Slot(*row) for row in await cursor.fetchall()]
+    return [SlotFacts(*row) for row in await cursor.fetchall()]
 
 
-def check_slots(slots: list[Slot], name: str, facts: ServerFacts, warn_bytes: int) -> list[Finding]:
+def check_slots(
+    slots: list[SlotFacts], name: str, facts: ServerFacts, warn_bytes: int
+) -> list[Finding]:
     """Our own slot, and others that fill the disk."""
     own = next((slot for slot in slots if slot.name == name), None)
     found = list(_own(own, name, facts, warn_bytes))
@@ -81,7 +93,9 @@ def check_slots(slots: list[Slot], name: str, facts: ServerFacts, warn_bytes: in
     return found
 
 
-def _own(slot: Slot | None, name: str, facts: ServerFacts, warn_bytes: int) -> Iterator[Finding]:
+def _own(
+    slot: SlotFacts | None, name: str, facts: ServerFacts, warn_bytes: int
+) -> Iterator[Finding]:
     if slot is None:
         yield ok("postgres", "slot", f"slot {name} does not exist and will be created at start")
         return
@@ -139,7 +153,7 @@ def _own(slot: Slot | None, name: str, facts: ServerFacts, warn_bytes: int) -> I
     yield ok("postgres", "slot", f"slot {name} exists, {state}")
 
 
-def _failover(own: Slot, slots: list[Slot]) -> Iterator[Finding]:
+def _failover(own: SlotFacts, slots: list[SlotFacts]) -> Iterator[Finding]:
     standbys = [slot.name for slot in slots if slot.kind == "physical"]
     if own.failover:
         yield ok("postgres", "slot-failover", f"slot {own.name} fails over to a standby")
@@ -157,18 +171,23 @@ def _failover(own: Slot, slots: list[Slot]) -> Iterator[Finding]:
 
 
 async def check_decoding(
-    connection: psycopg.AsyncConnection[Any], slot: str, publication: str
+    connection: CatalogConnection, slot: str, publication: str
 ) -> list[Finding]:
     """Let the slot decode one transaction, without moving it, as the bridge will."""
-    query = sql.SQL(
-        "SELECT count(*) FROM pg_logical_slot_peek_binary_changes({}, NULL, 1, "
-        "'proto_version', '1', 'publication_names', {})"
-    ).format(sql.Literal(slot), sql.Literal(_quote_list(publication)))
+    query = (
+        "SELECT count(*) FROM pg_logical_slot_peek_binary_changes(%s, NULL, 1, "
+        "'proto_version', '1', 'publication_names', %s)"
+    )
     try:
         async with connection.transaction():
             await connection.execute(f"SET LOCAL statement_timeout = {PEEK_TIMEOUT_MS}")
-            await connection.execute(query)
-    except psycopg.errors.UndefinedObject as error:
+            await connection.execute(query, [slot, quoted(publication)])
+    except DriverError as error:
+        state = sqlstate_of(error)
+        if state in _NOT_JUDGED:
+            return []
+        if state != UNDEFINED_OBJECT:
+            raise
         return [
             problem(
                 "postgres",
@@ -182,17 +201,8 @@ async def check_decoding(
                 blocks=True,
             )
         ]
-    except (psycopg.errors.ObjectInUse, psycopg.errors.QueryCanceled):
-        # In use by a bridge, or so far behind that nothing comes out in time: nothing is wrong.
-        return []
-    except psycopg.errors.InsufficientPrivilege:
-        return []
     return [ok("postgres", "slot-decodes", f"slot {slot} decodes with publication {publication}")]
 
 
 def _drop(name: str) -> str:
-    return f"SELECT pg_drop_replication_slot({sql.Literal(name).as_string(None)});"
-
-
-def _quote_list(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
+    return f"SELECT pg_drop_replication_slot({literal(name)});"

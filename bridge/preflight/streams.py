@@ -1,4 +1,4 @@
-"""Judges streams and buckets that exist: what of their settings loses, refuses or slows changes."""
+"""Checks existing streams and buckets: settings that lose, refuse or slow down changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def read_monitor(url: str) -> dict[str, Any]:
 
 
 def check_durability(replicas: int, varz: dict[str, Any] | None) -> Iterator[Finding]:
-    """Say plainly what survives what."""
+    """What acknowledged changes survive: a killed server, a lost one, a power cut."""
     if varz is None:
         if replicas >= 3:
             yield ok(
@@ -261,7 +261,7 @@ def check_stream(info: dict[str, Any], subjects: str, *, is_cdc: bool) -> Iterat
 
 
 def _with_memory(finding: Finding, info: dict[str, Any]) -> Finding:
-    """Say how much memory the window costs at the rate the stream has seen."""
+    """Add how much memory the window takes at the mean rate of the stream."""
     if finding.code != "stream-duplicate-window":
         return finding
     window = info["config"]["duplicate_window"] / NANOSECONDS
@@ -284,7 +284,7 @@ def _micro(timestamp: str) -> str:
 def check_ages(
     cdc: Config | None, init: Config | None, objects: Config | None
 ) -> Iterator[Finding]:
-    """Retention of the streams against each other and against the time a snapshot takes."""
+    """Whether each stream keeps messages as long as the others need them."""
     if cdc is not None and 0 < cdc["max_age"] < SHORTEST_AGE_SECONDS * NANOSECONDS:
         age = format_duration(cdc["max_age"] / NANOSECONDS)
         yield Finding(
@@ -326,7 +326,7 @@ def _outlives(age: int, other: int) -> bool:
 
 
 def check_bucket(config: Config) -> Iterator[Finding]:
-    """A KV bucket must not forget by time, nor live in memory."""
+    """A KV bucket must keep its keys for ever, and on disk."""
     name = config["name"].removeprefix("KV_")
     if config["max_age"] > 0:
         yield Finding(
@@ -349,7 +349,7 @@ def check_bucket(config: Config) -> Iterator[Finding]:
 
 
 def check_replicas(info: dict[str, Any]) -> Iterator[Finding]:
-    """One copy in a cluster is one disk away from a loss."""
+    """In a cluster a stream should have three replicas."""
     config = info["config"]
     if info.get("cluster", {}).get("name") and config["num_replicas"] < 3:
         yield Finding(

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from bridge.jetstream.streams import api
-from bridge.preflight.continuity import check_continuity, read_standing
+from bridge.preflight.continuity import check_continuity, read_slot_position
 from bridge.preflight.postgres import connect_for_check
 from consumer_sdk.wire.envelope import encode
 from tests.fixtures.postgres import both_versions
@@ -176,12 +176,12 @@ async def test_a_running_bridge_is_no_finding_however_much_it_writes(
     connection = await connect_for_check(recorded.dsn)
     try:
         async with connection:
-            for _ in range(60):
-                standing = await read_standing(connection, slot)
-                assert standing.active
+            for _ in range(25):
+                position = await read_slot_position(connection, slot)
+                assert position.active
                 [finding] = await check_continuity(
                     cdc.client, recorded.dsn, subjects=cdc.subjects, slot=slot, publication="pub",
-                    standing=standing,
+                    position=position,
                 )  # fmt: skip
                 assert finding.severity == "ok", finding
         assert check()[0] == 0
