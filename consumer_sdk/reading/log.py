@@ -104,9 +104,12 @@ class LogReader:
             window=max(64, min(4096, end - first)),
             timeout=timeout,
         )
+        # The first look opens the consumer, which then knows whether anything is pending at all.
+        wait = 0.0
         try:
             while consumer.next_sequence < end:
-                frames = await consumer.take(max_batch, wait=1.0)
+                frames = await consumer.take(max_batch, wait)
+                wait = 1.0
                 inside = frames
                 if frames and frames[-1].stream_seq >= end:
                     inside = [frame for frame in frames if frame.stream_seq < end]
