@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 DEMO ?=
-WORKERS ?= 2
+WORKERS ?= 3
 OTHER_POSTGRES ?= 14 15 17
 FAULTS ?= 100
 FAULTS_IN_CLUSTER ?= 25
@@ -25,9 +25,11 @@ help:  ## show this list
 demo: $(VENV)/.demo  ## real servers, a live shop, the bridge, a mirror and Spark; Ctrl-C ends it
 	$(BIN)/bridge demo $(DEMO)
 
+# Tests wait more than they compute, so three workers fill two cores. Files with long tests come
+# first: the last ones to run are short, and no worker is left alone with a long file.
 test: $(VENV)/.dev  ## all tests, on real servers
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not more and not alone" --ignore tests/spark tests
-	$(PYTEST) -m "not more and not alone" tests/spark
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not more and not alone" \
+		tests/fault tests/spark tests/integration tests/property tests/unit
 
 test-alone: $(VENV)/.dev  ## tests that want the machine for themselves, one after the other
 	$(PYTEST) -m "alone and not more" tests

@@ -381,9 +381,9 @@ class Session:
             async with asyncio.TaskGroup() as group:
                 helpers = [
                     group.create_task(self._reader.report()),
-                    group.create_task(self._tables.store_new()),
+                    group.create_task(self._tables.store_new(self._settings.wal_check_interval)),
                     group.create_task(self._become_ready()),
-                    group.create_task(self._coverage.run()),
+                    group.create_task(self._coverage.run(self._settings.wal_check_interval)),
                     group.create_task(
                         self._slot.watch_silence(lambda: self._reader.silent_seconds)
                     ),

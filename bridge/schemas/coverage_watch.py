@@ -114,15 +114,15 @@ class CoverageWatch:
         self._known = known
         self._saved: Coverage | None = None
 
-    async def run(self) -> None:
-        """Look every few seconds; what cannot be looked at now is looked at later."""
+    async def run(self, interval: float) -> None:
+        """Look every `interval` seconds, or every few; a look that fails is made again later."""
         while True:
             await stay_cancelled()
             try:
                 await self._look()
             except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:
                 event(log, "coverage not looked at", level=logging.DEBUG, reason=str(error))
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(min(interval, POLL_SECONDS))
 
     async def _look(self) -> None:
         known, stored = self._known, self._registry.stored_tokens()

@@ -102,8 +102,11 @@ class PublishedTables:
             self._registry.note_stored(token, document)
         return document
 
-    async def store_new(self) -> None:
-        """Give every published table its schema, also those that never had a change."""
+    async def store_new(self, interval: float) -> None:
+        """Give every published table its schema, also those that never had a change.
+
+        Looks for new tables every `interval` seconds, or every few.
+        """
         while True:
             await stay_cancelled()
             try:
@@ -115,4 +118,4 @@ class PublishedTables:
             if self._overtaken is not None:
                 raise self._overtaken
             self.were_stored.set()
-            await asyncio.sleep(TABLE_POLL_SECONDS)
+            await asyncio.sleep(min(interval, TABLE_POLL_SECONDS))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import nats
 import pytest
 
-from bridge.schemas.coverage_watch import POLL_SECONDS
 from consumer_sdk.wire import Subjects
+from tests.fixtures.bridge_process import LOOK_SECONDS
 from tests.fixtures.cdc_log import CdcLog
 from tests.fixtures.postgres import both_versions, versions_since
 from tests.fixtures.waiting import eventually, wait_until
@@ -164,6 +164,7 @@ async def test_a_table_that_left_the_publication_and_came_back_is_a_gap(
     (gap,) = await eventually(lambda: gaps(cdc))
     assert gap["tables"] == ["gone"]
     assert "out of the publication" in gap["reason"]
+    await eventually(lambda: cdc.schema("gone"))
     for one in (replica, f"{replica}3"):
         done = run("mirror", "gone", "--into", one, "--once")
         assert done.returncode == 0, done.stderr
@@ -418,7 +419,7 @@ async def test_a_table_published_during_a_long_look_is_not_taken_for_gone(
     partitioned.execute("ALTER TABLE t ADD a int; INSERT INTO t VALUES (2, 2)")
     await holds.wait_reached("between-kv-and-schema-message")
     partitioned.execute("TRUNCATE part1")
-    await asyncio.sleep(POLL_SECONDS + 1)
+    await asyncio.sleep(LOOK_SECONDS + 1)
     partitioned.execute("CREATE TABLE fresh (id int PRIMARY KEY)")
     partitioned.execute("ALTER PUBLICATION pub ADD TABLE fresh")
     await eventually(lambda: cdc.schema("fresh"))
