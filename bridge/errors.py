@@ -9,8 +9,8 @@ BridgeError
         TableTaken     another source publishes the table on this stream.
     DataAtRiskError    exit 4: going on could lose changes; decide, then start again.
         HistoryBroken  what PostgreSQL sends is not the history that the stream records.
-Retryable
-    Waiting can help: the bridge tries again with backoff.
+Retryable              waiting can help: the bridge tries again with backoff.
+    SchemaOvertaken    another bridge has stored a schema version: start over.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import nats.errors
 from nats.js.errors import APIError
@@ -32,11 +32,12 @@ from bridge.jetstream.fence import Fenced
 from bridge.jetstream.streams import ApiError, api, stream_state
 from bridge.postgres.connection import conninfo_of
 from bridge.postgres.slot import SlotInUse
-from bridge.publish.patience import PatienceEnded
-from bridge.session import Session
+from bridge.publish.outage import OutageTooLong
+from bridge.publish.resume_point import StartFacts
+from bridge.start import open_streaming
 from bridge.telemetry.http import HttpServer
 from bridge.telemetry.logs import MetricsLine
-from bridge.telemetry.stats import BridgeStats
+from bridge.telemetry.stats import ENDED_STATES, BridgeStats, State
 from bridge.telemetry.wal_monitor import WalMonitor
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.transport.version import __version__
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from bridge.config import Settings
+    from bridge.streaming import Streaming
 
 log = logging.getLogger("bridge.service")
 
@@ -53,6 +55,38 @@ TRANSIENT = (Retryable, TimeoutError, nats.errors.Error, APIError, ApiError, OSE
 STANDBY_SECONDS = 0.5
 FIRST_BACKOFF_SECONDS = 0.25
 LAST_BACKOFF_SECONDS = 5.0
+REPAIR_SECONDS = 2.0
+OUTAGE_POLL_SECONDS = 2.0
+
+T = TypeVar("T")
+
+
+class _StopRequested(Exception):
+    """The bridge was asked to stop while it waited for something."""
+
+
+class Backoff:
+    """Waits between attempts, longer each time; a request to stop ends the wait."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._seconds = FIRST_BACKOFF_SECONDS
+
+    def reset(self) -> None:
+        """An attempt has succeeded."""
+        self._seconds = FIRST_BACKOFF_SECONDS
+
+    async def wait(self, *, at_least: float = 0.0) -> None:
+        """Wait, and double the next wait."""
+        seconds = max(self._seconds, at_least)
+        self._seconds = min(seconds * 2, LAST_BACKOFF_SECONDS)
+        await self.pause(seconds)
+
+    async def pause(self, seconds: float) -> None:
+        """Wait for a fixed time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
 
 
 class Service:
@@ -61,20 +95,24 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._conninfo = conninfo_of(settings)
+        self._state = State.STARTING
         self._stop = asyncio.Event()
         self._stack = AsyncExitStack()
-        self._opened: Session | None = None
-        self._session: Session | None = None
-        self._has_streamed = False
-        self._forbidden = ""
-        self._known_gap: str | None = None
-        self._slot_made_at: int | None = None
+        self._backoff = Backoff(self._stop)
+        self._streaming: Streaming | None = None
+        """The stretch that is open now."""
+        self._stretches = 0
+        """How often streaming has begun."""
+        self._start_facts = StartFacts()
+        self._denied = ""
+        """What NATS has refused to permit, as it says it."""
         self.stats = BridgeStats()
         self.stats.source = settings.slot
         self.stats.publication = settings.pub
         self.stats.prefix = settings.prefix
         self.stats.bridge_version = __version__
         self._client: Any = None
+        self._nats_connected = False
 
     async def run(self) -> None:
         """The whole life of the bridge; BridgeError tells why it could not go on."""
@@ -85,8 +123,10 @@ class Service:
         try:
             await self._startup()
             await self._main_loop()
+        except _StopRequested:
+            pass
         except BridgeError as error:
-            self.stats.state = "failed"
+            self._enter(State.FAILED)
             self.stats.last_error = str(error)
             raise
         finally:
@@ -100,9 +140,12 @@ class Service:
             os._exit(130)
         event(log, "stopping")
         self._stop.set()
-        if self._session is not None:
-            self.stats.state = "draining"
-            self._session.drain()
+        if self._state is State.STREAMING and self._streaming is not None:
+            self._enter(State.DRAINING)
+            self._streaming.drain()
+
+    def _enter(self, state: State) -> None:
+        self._state = self.stats.state = state
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -141,16 +184,13 @@ class Service:
         self._stack.push_async_callback(end)
 
     async def _connect_nats(self) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
-        while not self._stop.is_set():
+        while True:
             try:
                 await self._unless_stopped(link.probe(self._settings))
                 break
             except Retryable as error:
-                self._note(str(error), level=logging.WARNING)
-                backoff = await self._pause(backoff)
-        if self._stop.is_set():
-            return
+                self._note(str(error))
+                await self._backoff.wait()
         self._client = await link.connect(
             self._settings,
             on_disconnect=self._on_nats_disconnect,
@@ -158,113 +198,100 @@ class Service:
             on_error=self._on_nats_error,
         )
         self._stack.push_async_callback(self._client.close)
-        self.stats.nats_connected = True
+        self._backoff.reset()
+        self._nats_connected = self.stats.nats_connected = True
         self.stats.nats_version = ".".join(map(str, link.server_version(self._client)))
         event(log, "connected to nats", server=link.shown_servers(self._settings),
               version=self.stats.nats_version)  # fmt: skip
 
     def _on_nats_disconnect(self) -> None:
-        if self._opened is not None:
-            self._opened.connection_lost()
-        if self.stats.nats_connected:
-            self.stats.nats_connected = False
-            if self.stats.state in ("stopped", "failed"):
-                return
-            event(log, "nats disconnected", level=logging.WARNING)
+        if self._streaming is not None:
+            self._streaming.connection_lost()
+        if self._nats_connected:
+            self._nats_connected = self.stats.nats_connected = False
+            if self._state not in ENDED_STATES:
+                event(log, "nats disconnected", level=logging.WARNING)
 
     def _on_nats_error(self, error: Exception) -> None:
         event(log, "nats error", level=logging.DEBUG, reason=str(error))
         if "permissions violation" in str(error).lower():
-            self._forbidden = str(error).removeprefix("nats: ")
+            self._denied = str(error).removeprefix("nats: ")
 
     def _on_nats_reconnect(self) -> None:
-        self.stats.nats_connected = True
+        self._nats_connected = self.stats.nats_connected = True
         self.stats.nats_reconnect_count += 1
         event(log, "nats reconnected")
 
     async def _main_loop(self) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
         while not self._stop.is_set():
             try:
                 await self._stream_once()
-                backoff = FIRST_BACKOFF_SECONDS
             except SlotInUse as error:
-                if self.stats.state != "standby":
+                if self._state is not State.STANDBY:
                     event(log, "standing by", reason=str(error))
-                self.stats.state = "standby"
-                await self._pause(STANDBY_SECONDS)
+                self._enter(State.STANDBY)
+                await self._backoff.pause(STANDBY_SECONDS)
             except Fenced as error:
                 event(log, "taken over", level=logging.WARNING, reason=str(error))
-                self.stats.state = "standby"
-                await self._pause(STANDBY_SECONDS)
-            except PatienceEnded as error:
+                self._enter(State.STANDBY)
+                await self._backoff.pause(STANDBY_SECONDS)
+            except OutageTooLong as error:
                 self._note(f"nats away, replication connection closed: {error}")
                 await self._wait_until_storable()
             except HistoryBroken as error:
                 if self._settings.on_gap != "new-epoch":
                     raise
-                self._known_gap = str(error)
+                self._start_facts.gap = str(error)
             except TRANSIENT as error:
-                if self._forbidden and not self._has_streamed:
+                if self._denied and not self._stretches:
                     raise BrokerError(
-                        f"NATS permits too little: {self._forbidden}; "
+                        f"NATS permits too little: {self._denied}; "
                         "`bridge check` prints the permissions that the bridge needs"
                     ) from error
-                self._note(str(error) or type(error).__name__, level=logging.WARNING)
-                if self._streamed_now:
-                    backoff = FIRST_BACKOFF_SECONDS
-                backoff = await self._pause(backoff)
+                self._note(str(error) or type(error).__name__)
+                await self._backoff.wait()
             except (SourceError, BrokerError) as error:
-                if isinstance(error, TableTaken | UnknownToLog) or not self._has_streamed:
+                if isinstance(error, TableTaken | UnknownToLog) or not self._stretches:
                     raise
                 # It worked before: revoked rights or a stream in repair can come back.
                 self._note(str(error), level=logging.ERROR)
-                backoff = await self._pause(max(backoff, 2.0))
-
-    _streamed_now = False
+                await self._backoff.wait(at_least=REPAIR_SECONDS)
 
     async def _stream_once(self) -> None:
-        self._streamed_now = False
-        session = Session(
-            self._settings,
-            self._conninfo,
-            await open_broker(self._client, self._settings),
-            self.stats,
-            self._known_gap,
-            self._slot_made_at,
+        """One stretch of streaming, from taking the slot to losing or releasing it."""
+        broker = await open_broker(self._client, self._settings)
+        streaming = self._streaming = await self._unless_stopped(
+            open_streaming(self._settings, self._conninfo, broker, self.stats, self._start_facts)
         )
-        self._opened = session
-        orderly = False
         try:
-            if not await self._unless_stopped(session.open()):
-                return
-            self._known_gap = None
-            if self._has_streamed:
-                self.stats.reconnect_count += 1
-            self._has_streamed = self._streamed_now = True
-            self._session = session
-            self.stats.is_connected = True
-            self.stats.state = "streaming"
-            self.stats.last_error = None
+            await self._unless_stopped(streaming.begin())
+            self._note_streaming()
             if self._stop.is_set():
-                session.drain()
-            await session.run()
-            orderly = True
+                streaming.drain()
+            await streaming.run()
         except BaseExceptionGroup as group:
             raise _main_reason(group) from group
         finally:
-            # Until it streams: a slot that the first try made is still new to the second.
-            self._slot_made_at = None if self._streamed_now else session.slot_made_at
-            self._session = self._opened = None
+            self._streaming = None
             self.stats.is_connected = False
-            if self.stats.state == "streaming":
-                self.stats.state = "reconnecting"
-            await session.close(orderly=orderly)
+            if self._state is State.STREAMING:
+                self._enter(State.RECONNECTING)
+            await streaming.close()
+
+    def _note_streaming(self) -> None:
+        self._enter(State.STREAMING)
+        if self._stretches:
+            self.stats.reconnect_count += 1
+        self._stretches += 1
+        self._start_facts = StartFacts()
+        self._backoff.reset()
+        self.stats.is_connected = True
+        self.stats.last_error = None
 
     async def _wait_until_storable(self) -> None:
         """After a long absence: wait for NATS, and for room in the stream, without PostgreSQL."""
         while not self._stop.is_set():
-            await self._pause(2.0)
+            await self._backoff.pause(OUTAGE_POLL_SECONDS)
             if not self._client.is_connected:
                 continue
             try:
@@ -275,31 +302,24 @@ class Service:
             if state is None or state.has_room:
                 return
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Do the work, which may wait for others; False if it was cancelled by a stop."""
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do work that may wait for others; a request to stop cancels it."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                task.result()
-                return True
-            return False
+                return task.result()
+            raise _StopRequested
         finally:
             stop.cancel()
             task.cancel()
             await asyncio.wait((task, stop))
 
-    async def _pause(self, seconds: float) -> float:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._stop.wait()
-        return min(seconds * 2, LAST_BACKOFF_SECONDS)
-
     def _note(self, reason: str, level: int = logging.WARNING) -> None:
         self.stats.last_error = reason
-        if self.stats.state not in ("starting", "draining"):
-            self.stats.state = "reconnecting"
+        if self._state not in (State.STARTING, State.DRAINING):
+            self._enter(State.RECONNECTING)
         event(log, "not streaming", level=level, reason=reason)
 
     async def _stream_info(self, name: str) -> dict[str, Any] | None:
@@ -314,8 +334,8 @@ class Service:
 
     async def _shutdown(self) -> None:
         stats = self.stats
-        if stats.state != "failed":
-            stats.state = "stopped"
+        if self._state is not State.FAILED:
+            self._enter(State.STOPPED)
         event(
             log, "stopped", events=stats.cdc_events_published,
             confirmed_lsn=format_lsn(stats.confirmed_lsn), uptime=int(stats.uptime_seconds),
@@ -335,7 +355,7 @@ def _main_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
             flat.append(error)
 
     collect(group)
-    for kind in (DataAtRiskError, BridgeError, Fenced, PatienceEnded, Retryable, Exception):
+    for kind in (DataAtRiskError, BridgeError, Fenced, OutageTooLong, Retryable, Exception):
         for error in flat:
             if isinstance(error, kind):
                 return error

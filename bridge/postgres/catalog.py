@@ -67,22 +67,6 @@ FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamesp
 WHERE n.nspname = %s AND c.relname = %s AND c.relkind IN ('r', 'p')
 """
 
-_PUBLISHED = """
-SELECT schemaname, tablename FROM pg_catalog.pg_publication_tables WHERE pubname = %s
-ORDER BY schemaname, tablename
-"""
-# Before version 15 every column is published, before 18 none that is generated, though 15 lists it.
-_PUBLISHED_COLUMNS = """
-SELECT ARRAY(
-    SELECT a.attname::text FROM pg_catalog.pg_attribute a
-    WHERE a.attrelid = c.oid AND a.attname = ANY (t.attnames)
-      AND (a.attgenerated = '' OR pg_catalog.current_setting('server_version_num')::int >= 180000))
-FROM pg_catalog.pg_publication_tables t
-JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
-JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
-WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s AND t.attnames IS NOT NULL
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class CatalogColumn:
@@ -102,7 +86,7 @@ class CatalogColumn:
 
 @dataclass(frozen=True, slots=True)
 class CatalogTable:
-    """A table as the catalog has it now; `published` holds the columns that the log carries."""
+    """A table as the catalog has it now."""
 
     relation_id: int
     replica_identity: str
@@ -225,19 +209,6 @@ class Catalog:
             return None
         relation_id, replica_identity = found[0]
         return await self.table_by_id(relation_id, replica_identity)
-
-    async def published_tables(self, publication: str) -> list[tuple[str, str]]:
-        """Schema and name of every table the publication publishes under its own name."""
-        return [(row[0], row[1]) for row in await self.rows(_PUBLISHED, [publication])]
-
-    async def published_columns(
-        self, publication: str, schema: str, table: str, server_version: int
-    ) -> list[str] | None:
-        """Names of the published columns; None means all that are not generated."""
-        if server_version < 150000:
-            return None
-        found = await self.rows(_PUBLISHED_COLUMNS, [publication, schema, table])
-        return list(found[0][0]) if found else None
 
 
 def _names(index: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL; the only module that touches psycopg.pq.
+"""Connections to PostgreSQL.
 
 `ReplicationConnection` speaks the streaming replication protocol over libpq in COPY_BOTH mode,
 `connect_catalog` gives an ordinary connection for questions about the catalog.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -17,9 +19,10 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from bridge.errors import Retryable, SettingsError
 from bridge.postgres.errors import ReplicationRefused, connection_lost, explain
 from bridge.wal.framing import build_status_update
+from consumer_sdk.wire.lsn import parse_lsn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator, Mapping
 
     from bridge.config import Settings
 
@@ -113,6 +116,18 @@ async def connect_catalog(conninfo: str) -> CatalogConnection:
         raise explain(error, "cannot connect to PostgreSQL") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What IDENTIFY_SYSTEM and the timeline's history tell."""
+
+    system_id: str
+    timeline: int
+    database: str
+    flushed_lsn: int
+    forks: tuple[tuple[int, int], ...] = ()
+    """(timeline, LSN at which history left it), oldest first."""
+
+
 class ReplicationConnection:
     """One walsender session: commands first, then streaming in both directions.
 
@@ -161,6 +176,19 @@ class ReplicationConnection:
             )
             for row in range(result.ntuples)
         ]
+
+    async def identify(self) -> Server:
+        """Which server it is, and which timelines its history went through."""
+        try:
+            system_id, timeline, position, database = (await self.command("IDENTIFY_SYSTEM"))[0]
+            number = int(timeline or 0)
+            forks: tuple[tuple[int, int], ...] = ()
+            if number > 1:
+                history = (await self.command(f"TIMELINE_HISTORY {number}"))[0][1]
+                forks = _parse_history(history or "")
+        except ReplicationRefused as error:
+            raise Retryable(str(error)) from error
+        return Server(system_id or "", number, database or "", parse_lsn(position or "0/0"), forks)
 
     async def start_streaming(self, slot: str, publication: str, origin: str) -> None:
         """START_REPLICATION at the position the slot itself holds."""
@@ -297,6 +325,23 @@ class ReplicationConnection:
             self.unwatch()
             raise connection_lost(error) from error
 
+    @asynccontextmanager
+    async def kept_alive(self, interval: float) -> AsyncIterator[None]:
+        """Send status updates, so that the walsender does not time out while nobody reads."""
+
+        async def report() -> None:
+            while True:
+                self.send_status(0, 0)
+                await asyncio.sleep(interval)
+
+        task = asyncio.ensure_future(report())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Retryable):
+                await task
+
     async def finish(self) -> None:
         """Leave streaming in good order, so that the slot is free at once."""
         if self._closed:
@@ -322,3 +367,13 @@ class ReplicationConnection:
             self._closed = True
             self.unwatch()
             await self._connection.close()
+
+
+def _parse_history(text: str) -> tuple[tuple[int, int], ...]:
+    """Lines of a timeline history file: timeline, LSN at which it was left, reason."""
+    forks = []
+    for line in text.splitlines():
+        parts = line.split()
+        if len(parts) >= 2 and parts[0].isdecimal():
+            forks.append((int(parts[0]), parse_lsn(parts[1])))
+    return tuple(forks)

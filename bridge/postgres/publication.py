@@ -1,4 +1,4 @@
-"""What the catalog says about a publication and its tables, read in three queries."""
+"""What the catalog says about a publication and its tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from consumer_sdk.wire.subjects import format_table_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bridge.postgres.catalog import Catalog
+
 LOCK_SECONDS = 2
+FILTERS_VERSION = 150000
+"""Since 15 a publication may have row filters and column lists."""
 
 _PUBLICATION = """
 SELECT p.puballtables, p.pubviaroot,
@@ -97,6 +101,22 @@ SELECT o.relid::int8, n.nspname, l.relname, l.relreplident,
 """
 
 
+_TABLE_NAMES = """
+SELECT schemaname, tablename FROM pg_catalog.pg_publication_tables WHERE pubname = %s
+ORDER BY schemaname, tablename
+"""
+# Before version 15 every column is published, before 18 none that is generated, though 15 lists it.
+_COLUMN_NAMES = """
+SELECT ARRAY(
+    SELECT a.attname::text FROM pg_catalog.pg_attribute a
+    WHERE a.attrelid = c.oid AND a.attname = ANY (t.attnames)
+      AND (a.attgenerated = '' OR pg_catalog.current_setting('server_version_num')::int >= 180000))
+FROM pg_catalog.pg_publication_tables t
+JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
+JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s AND t.attnames IS NOT NULL
+"""
+
 # Who holds a lock that no reader gets past, or waits for one ahead of us.
 _LOCKERS = """
 SELECT DISTINCT n.nspname, c.relname, l.pid,
@@ -110,6 +130,30 @@ SELECT DISTINCT n.nspname, c.relname, l.pid,
  ORDER BY 1, 2, 3
  LIMIT 5
 """
+
+
+class PublicationReader:
+    """Asks about one publication, over a connection of its own.
+
+    PostgreSQL opens every table of the publication to answer, and waits while one is locked:
+    nothing that the log needs may wait behind these questions.
+    """
+
+    def __init__(self, catalog: Catalog, name: str, server_version: int) -> None:
+        self.catalog = catalog
+        self.name = name
+        self.server_version = server_version
+
+    async def tables(self) -> list[tuple[str, str]]:
+        """Schema and name of every table that is published under its own name."""
+        return [(row[0], row[1]) for row in await self.catalog.rows(_TABLE_NAMES, [self.name])]
+
+    async def columns(self, schema: str, table: str) -> list[str] | None:
+        """Names of a table's published columns; None means all that are not generated."""
+        if self.server_version < FILTERS_VERSION:
+            return None
+        found = await self.catalog.rows(_COLUMN_NAMES, [self.name, schema, table])
+        return list(found[0][0]) if found else None
 
 
 class TablesLocked(Retryable):
@@ -198,7 +242,7 @@ async def _read_publication(
     if row is None:
         return None
     all_tables, via_root, left_out, unlogged = row
-    parts = _PARTS_15 if server_version >= 150000 else _PARTS_14
+    parts = _PARTS_15 if server_version >= FILTERS_VERSION else _PARTS_14
     cursor = await connection.execute(_TABLES.format(**parts), [publication])
     tables = [PublishedTable(*row) for row in await cursor.fetchall()]
     cursor = await connection.execute(_IDENTITIES, [[table.oid for table in tables]])

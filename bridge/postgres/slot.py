@@ -1,15 +1,13 @@
-"""The replication slot: created when missing, taken, watched while it is ours."""
+"""The replication slot: created if missing, streamed from, watched, dropped."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from bridge.errors import DataAtRiskError, Retryable, SourceError, UnknownToLog
-from bridge.postgres.connection import ReplicationConnection
 from bridge.postgres.errors import (
     FEATURE_NOT_SUPPORTED,
     INSUFFICIENT_PRIVILEGE,
@@ -24,9 +22,10 @@ from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.lsn import parse_lsn
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
 
     from bridge.postgres.catalog import Catalog
+    from bridge.postgres.connection import ReplicationConnection
 
 log = logging.getLogger("bridge.slot")
 
@@ -38,33 +37,20 @@ RELEASE_PAUSE_SECONDS = 0.2
 _FIX_THE_DATABASE = (INSUFFICIENT_PRIVILEGE, INVALID_AUTHORIZATION, FEATURE_NOT_SUPPORTED)
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """What IDENTIFY_SYSTEM and the timeline's history tell."""
-
-    system_id: str
-    timeline: int
-    database: str
-    flushed_lsn: int
-    forks: tuple[tuple[int, int], ...] = ()
-    """(timeline, LSN at which history left it), oldest first."""
-
-
 class SlotInUse(Exception):
     """Another bridge streams from the slot: stand by."""
 
 
 class Slot:
-    """A slot and, once taken, the connection that streams from it."""
+    """One slot of the server, and the publication that is streamed from it."""
 
     def __init__(self, catalog: Catalog, *, name: str, publication: str) -> None:
-        self.connection: ReplicationConnection
         self._catalog = catalog
         self._name = name
         self._publication = publication
 
     async def require_free(self) -> None:
-        """Raise SlotInUse where another bridge streams, before anything else is asked for."""
+        """Raise SlotInUse where another bridge streams."""
         rows = await self._catalog.rows(
             "SELECT active_pid FROM pg_catalog.pg_replication_slots "
             "WHERE slot_name = %s AND active_pid IS NOT NULL",
@@ -74,9 +60,9 @@ class Slot:
             raise SlotInUse(f'replication slot "{self._name}" is active for PID {rows[0][0]}')
 
     async def create_if_missing(self, server_version: int, *, failover: bool) -> int | None:
-        """Create the slot where there is none; the position at which it was created.
+        """Create the slot if there is none; returns the position of a slot that was created.
 
-        `failover` lets standbys have a copy of it.
+        With `failover`, PostgreSQL copies the slot to standbys.
         """
         if await self._catalog.rows(
             "SELECT 1 FROM pg_catalog.pg_replication_slots WHERE slot_name = %s", [self._name]
@@ -97,8 +83,7 @@ class Slot:
         return parse_lsn(rows[0][0])
 
     async def drop(self) -> None:
-        """Give up the slot, as far as PostgreSQL lets us; its connection is closed."""
-        await self.connection.close()
+        """Drop the slot, as far as PostgreSQL permits; the connection to it is closed before."""
         for _ in range(RELEASE_ATTEMPTS):
             with suppress(Retryable, SourceError):
                 await self._catalog.rows(
@@ -109,28 +94,10 @@ class Slot:
             # The walsender needs a moment to notice that its client has gone.
             await asyncio.sleep(RELEASE_PAUSE_SECONDS)
 
-    async def connect(self, conninfo: str) -> None:
-        """Open the replication connection."""
-        self.connection = await ReplicationConnection.connect(conninfo)
-
-    async def identify(self) -> Server:
-        """What server it is, and which way its history went."""
-        try:
-            row = (await self.connection.command("IDENTIFY_SYSTEM"))[0]
-            system_id, timeline, position, database = row
-            number = int(timeline or 0)
-            forks: tuple[tuple[int, int], ...] = ()
-            if number > 1:
-                history = (await self.connection.command(f"TIMELINE_HISTORY {number}"))[0][1]
-                forks = _parse_history(history or "")
-        except ReplicationRefused as error:
-            raise Retryable(str(error)) from error
-        return Server(system_id or "", number, database or "", parse_lsn(position or "0/0"), forks)
-
-    async def take(self, origin: str) -> None:
+    async def start(self, connection: ReplicationConnection, origin: str) -> None:
         """Begin to stream; raises SlotInUse where another bridge does."""
         try:
-            await self.connection.start_streaming(self._name, self._publication, origin)
+            await connection.start_streaming(self._name, self._publication, origin)
         except ReplicationRefused as error:
             if error.sqlstate == OBJECT_IN_USE:
                 raise SlotInUse(error.message) from error
@@ -167,25 +134,10 @@ class Slot:
             raise Retryable(f"slot {self._name} has gone")
         return parse_lsn(rows[0][0])
 
-    @asynccontextmanager
-    async def kept_alive(self, interval: float) -> AsyncIterator[None]:
-        """Keep the walsender from giving up while nobody reads."""
-
-        async def report() -> None:
-            while True:
-                self.connection.send_status(0, 0)
-                await asyncio.sleep(interval)
-
-        task = asyncio.ensure_future(report())
-        try:
-            yield
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Retryable):
-                await task
-
-    async def watch_silence(self, silent_seconds: Callable[[], float]) -> None:
-        """Raise Retryable when the server is silent and nobody there serves us any more."""
+    async def watch_silence(
+        self, connection: ReplicationConnection, silent_seconds: Callable[[], float]
+    ) -> None:
+        """Raise Retryable when the server is silent and its walsender has gone."""
         while True:
             await stay_cancelled()
             await asyncio.sleep(1.0)
@@ -198,16 +150,6 @@ class Slot:
             )
             if silent_seconds() < silent:
                 continue
-            # A walsender in the middle of a transaction that is none of ours may be silent.
-            if rows != [(self.connection.backend_pid,)] or silent > LONGEST_SILENCE_SECONDS:
+            # A walsender that decodes a transaction without published changes is silent.
+            if rows != [(connection.backend_pid,)] or silent > LONGEST_SILENCE_SECONDS:
                 raise Retryable(f"PostgreSQL has sent nothing for {silent:.0f} s")
-
-
-def _parse_history(text: str) -> tuple[tuple[int, int], ...]:
-    """Lines of a timeline history file: timeline, LSN at which it was left, reason."""
-    forks = []
-    for line in text.splitlines():
-        parts = line.split()
-        if len(parts) >= 2 and parts[0].isdecimal():
-            forks.append((int(parts[0]), parse_lsn(parts[1])))
-    return tuple(forks)

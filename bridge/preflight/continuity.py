@@ -12,8 +12,7 @@ from bridge.errors import BridgeError, DataAtRiskError, Retryable
 from bridge.jetstream.readback import RecordReader
 from bridge.jetstream.record import Record, load_progress
 from bridge.jetstream.streams import ApiError, stream_state
-from bridge.postgres.catalog import Catalog
-from bridge.postgres.slot import Server, Slot
+from bridge.postgres.connection import ReplicationConnection, Server
 from bridge.preflight.findings import Finding, Severity, ok, problem
 from bridge.publish.continuity import Continuity, decide
 from bridge.schemas.store import SchemaStore
@@ -82,7 +81,7 @@ async def check_continuity(
     except (TimeoutError, Retryable, ApiError, nats.errors.Error, APIError) as error:
         return [_unreadable(error)]
     try:
-        server = await _identify(conninfo, slot, publication)
+        server = await _identify(conninfo)
     except (Retryable, BridgeError) as error:
         return [_unreadable(error)]
     decision = _decide(record, server, publication, position, stream, tail_id)
@@ -186,17 +185,12 @@ async def _tail_id(records: RecordReader, record: Record) -> str | None:
     return await records.message_id_at(ended_at) if isinstance(ended_at, int) else None
 
 
-async def _identify(conninfo: str, slot: str, publication: str) -> Server:
-    catalog = Catalog(conninfo)
-    walsender = Slot(catalog, name=slot, publication=publication)
+async def _identify(conninfo: str) -> Server:
+    connection = await ReplicationConnection.connect(conninfo)
     try:
-        await walsender.connect(conninfo)
-        try:
-            return await walsender.identify()
-        finally:
-            await walsender.connection.close()
+        return await connection.identify()
     finally:
-        await catalog.close()
+        await connection.close()
 
 
 def _unreadable(error: Exception) -> Finding:

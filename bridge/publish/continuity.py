@@ -10,7 +10,7 @@ from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:
     from bridge.jetstream.record import Record
-    from bridge.postgres.slot import Server
+    from bridge.postgres.connection import Server
 
 
 @dataclass(frozen=True, slots=True)

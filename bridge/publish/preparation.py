@@ -10,15 +10,15 @@ from nats.js.errors import APIError
 
 from bridge.events.outgoing import Item, Outgoing, Oversized, SchemaNotice
 from consumer_sdk.transport.holds import hold_async
-from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
+from consumer_sdk.wire.envelope import encode
 from consumer_sdk.wire.message_id import message_id
 
 if TYPE_CHECKING:
     from bridge.jetstream.objects import ObjectWriter
-    from bridge.publish.patience import Patience
+    from bridge.publish.outage import Outage
     from bridge.schemas.registry import SchemaRegistry
     from bridge.schemas.store import SchemaStore
-    from consumer_sdk.wire.subjects import Subjects
+    from bridge.source import Source
 
 
 class Preparation:
@@ -30,16 +30,14 @@ class Preparation:
         registry: SchemaRegistry,
         schemas: SchemaStore,
         objects: ObjectWriter,
-        subjects: Subjects,
-        patience: Patience,
-        as_json: bool,
+        source: Source,
+        outage: Outage,
     ) -> None:
         self._registry = registry
         self._schemas = schemas
         self._objects = objects
-        self._subjects = subjects
-        self._patience = patience
-        self._as_json = as_json
+        self._source = source
+        self._outage = outage
 
     async def message(self, item: Item) -> Outgoing:
         """Do what must be done before an item's message, and return that."""
@@ -58,7 +56,7 @@ class Preparation:
             try:
                 await self._schemas.put(item.token, item.document)
             except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
-                await self._patience.wait(f"schema of {item.token} not stored: {error}")
+                await self._outage.wait(f"schema of {item.token} not stored: {error}")
             else:
                 self._registry.note_stored(item.token, item.document)
                 return
@@ -68,14 +66,14 @@ class Preparation:
             try:
                 await self._objects.put(item.name, item.content)
             except (TimeoutError, nats.errors.Error, APIError, OSError) as error:
-                await self._patience.wait(f"object {item.name} not stored: {error}")
+                await self._outage.wait(f"object {item.name} not stored: {error}")
             else:
                 return
 
     def _schema_message(self, notice: SchemaNotice) -> Outgoing:
         document = notice.document
         version = document["schema_version"]
-        subject = self._subjects.change(notice.token, "schema")
+        subject = self._source.subjects.change(notice.token, "schema")
         msg_id = message_id(document["lsn"], notice.token, "schema", version, document["epoch"])
         # Announcing a version again later must not fall to deduplication.
         unique = f"{msg_id}-{time.time_ns():x}"
@@ -87,11 +85,11 @@ class Preparation:
                 "subject": subject,
                 "ts": document["timestamp"],
             },
-            as_json=self._as_json,
+            as_json=self._source.as_json,
         )
-        kind = JSON if self._as_json else MSGPACK
+        headers = f"Content-Type: {self._source.content_type}\r\n".encode()
         self._registry.note_announced(notice.token, version)
         return Outgoing(
-            subject.encode(), unique.encode(), f"Content-Type: {kind}\r\n".encode(), payload,
+            subject.encode(), unique.encode(), headers, payload,
             notice.token, document["lsn"], None, -1, 0, 0, 0,
         )  # fmt: skip

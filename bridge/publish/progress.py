@@ -1,4 +1,4 @@
-"""Progress records: what is stored up to which position, in the stream and in KV.
+"""What is stored and so may be confirmed, and the progress records that say it.
 
 The rule of confirmation, as a formula:
 
@@ -15,26 +15,25 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import nats.errors
-from nats.js.errors import (
-    APIError,
-    KeyValueError,
-    KeyWrongLastSequenceError,
-)
+from nats.js.errors import APIError, KeyValueError, KeyWrongLastSequenceError
 
 from bridge.events.outgoing import Outgoing
 from bridge.jetstream.record import read_progress
-from consumer_sdk.wire.envelope import JSON, MSGPACK, encode
+from consumer_sdk.wire.envelope import encode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from nats.js.kv import KeyValue
 
-    from bridge.postgres.slot import Server
+    from bridge.postgres.connection import Server
+    from bridge.source import Source
 
 Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredUpTo:
     """What the stream holds of a source at one moment.
 
     `stream_seq` and `msg_id` are those of the source's newest message, so that a stream which has
@@ -48,7 +47,7 @@ class Stored:
     next_ordinal: int = 0
     ts: int = 0
 
-    def after(self, item: Outgoing) -> Stored:
+    def after(self, item: Outgoing) -> StoredUpTo:
         """The same with a change or logical message that was stored since."""
         stored = self
         if item.commit_lsn > stored.commit_lsn:
@@ -62,36 +61,35 @@ class Stored:
         return replace(stored, next_seq=max(stored.next_seq, item.seq + max(item.rows, 1)))
 
 
-@dataclass(slots=True)
 class ProgressLog:
-    """Builds the records of one source and epoch, and keeps the newest in KV."""
+    """Builds the progress records of one source and epoch, and keeps the newest in KV."""
 
-    bucket: KeyValue
-    subject: str
-    source: str
-    epoch: int
-    server: Server
-    publication: str
-    stream_created_us: int
-    as_json: bool
-    _count: int = 0
-    _revision: int = 0
+    def __init__(
+        self, bucket: KeyValue, source: Source, server: Server, stream_created_us: int
+    ) -> None:
+        self._bucket = bucket
+        self._source = source
+        self._server = server
+        self._stream_created_us = stream_created_us
+        self._count = 0
+        self._revision = 0
 
     def record(
-        self, lsn: int, stored: Stored, source_lsn: int, gap: Document | None = None
+        self, lsn: int, stored: StoredUpTo, source_lsn: int, gap: Document | None = None
     ) -> Document:
         """One record: every change that ends at or before `lsn` is among what is stored."""
+        source, server = self._source, self._server
         return {
             "v": 1,
-            "source": self.source,
-            "epoch": self.epoch,
-            "system_id": self.server.system_id,
-            "timeline": self.server.timeline,
-            "database": self.server.database,
-            "publication": self.publication,
+            "source": source.name,
+            "epoch": source.epoch,
+            "system_id": server.system_id,
+            "timeline": server.timeline,
+            "database": server.database,
+            "publication": source.publication,
             "lsn": lsn,
             "stream_seq": stored.stream_seq,
-            "stream_created": self.stream_created_us,
+            "stream_created": self._stream_created_us,
             "stream_msg_id": stored.msg_id,
             "position": {
                 "lsn": stored.commit_lsn,
@@ -106,14 +104,14 @@ class ProgressLog:
 
     def message(self, document: Document) -> Outgoing:
         """The record as a message for the stream."""
+        source = self._source
         self._count += 1
-        kind = JSON if self.as_json else MSGPACK
         unique = f"{time.time_ns():x}{self._count:x}"
         return Outgoing(
-            self.subject.encode(),
-            f"{document['lsn']:x}-$progress.{self.source}-{unique}-{self.epoch:x}".encode(),
-            f"Content-Type: {kind}\r\n".encode(),
-            encode(document, as_json=self.as_json),
+            source.subjects.progress(source.name).encode(),
+            f"{document['lsn']:x}-$progress.{source.name}-{unique}-{source.epoch:x}".encode(),
+            f"Content-Type: {source.content_type}\r\n".encode(),
+            encode(document, as_json=source.as_json),
             "$progress",
             document["lsn"],
             None,
@@ -126,17 +124,18 @@ class ProgressLog:
     async def keep(self, document: Document) -> bool:
         """Put the record into KV, where it outlives the stream's retention.
 
-        A record that is not newer than what is there is left out: its writer is a stale one.
+        False if that failed, or if KV holds a newer one, which a later bridge has written.
         """
-        key, value = f"progress.{self.source}", encode(document, as_json=self.as_json)
+        source = self._source
+        key, value = f"progress.{source.name}", encode(document, as_json=source.as_json)
         try:
             try:
-                self._revision = await self.bucket.update(key, value, last=self._revision)
+                self._revision = await self._bucket.update(key, value, last=self._revision)
             except KeyWrongLastSequenceError:
-                revision, held = await read_progress(self.bucket, self.source)
+                revision, held = await read_progress(self._bucket, source.name)
                 if held is not None and _order(held) > _order(document):
                     return False
-                self._revision = await self.bucket.update(key, value, last=revision)
+                self._revision = await self._bucket.update(key, value, last=revision)
         except (TimeoutError, nats.errors.Error, APIError, KeyValueError, OSError, ValueError):
             return False
         return True
@@ -144,3 +143,61 @@ class ProgressLog:
 
 def _order(document: Document) -> tuple[int, int]:
     return int(document["epoch"]), int(document["lsn"])
+
+
+class Confirmation:
+    """What the stream holds of the source; PostgreSQL may forget everything up to `lsn`."""
+
+    def __init__(self, log: ProgressLog, stored: StoredUpTo, lsn: int) -> None:
+        self._log = log
+        self._stored = stored
+        self.lsn = lsn
+        self._recorded_lsn = 0
+        """Up to where the stream itself tells that everything is stored."""
+        self._kept_lsn = 0
+        """Position of the newest progress record in KV."""
+
+    def acknowledge(self, newest: Iterable[Outgoing], end_lsn: int) -> None:
+        """Take stored messages into account: the newest ones that have a position.
+
+        `end_lsn` is the end of the newest transaction that is stored whole, or 0.
+        """
+        if end_lsn > self.lsn:
+            self.lsn = end_lsn
+            self.note_recorded(end_lsn)
+        for item in newest:
+            self._stored = self._stored.after(item)
+
+    def note_end(self, stream_seq: int, msg_id: str) -> None:
+        """Remember the newest message of the source in the stream."""
+        self._stored = replace(self._stored, stream_seq=stream_seq, msg_id=msg_id)
+
+    def confirm(self, lsn: int) -> None:
+        """A progress record up to here was acknowledged."""
+        self.lsn = max(self.lsn, lsn)
+
+    def record(self, lsn: int, source_lsn: int = 0, gap: Document | None = None) -> Document:
+        """A progress record: everything that ends at or before `lsn` is stored."""
+        return self._log.record(lsn, self._stored, source_lsn, gap)
+
+    def message(self, document: Document) -> Outgoing:
+        """A progress record as a message for the stream."""
+        return self._log.message(document)
+
+    def is_recorded(self, lsn: int) -> bool:
+        """Whether the stream tells already that everything up to here is stored."""
+        return lsn <= self._recorded_lsn
+
+    def note_recorded(self, lsn: int) -> None:
+        """A progress record up to here is in the stream."""
+        self._recorded_lsn = max(self._recorded_lsn, lsn)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether KV knows of everything that is confirmed."""
+        return self.lsn <= self._kept_lsn
+
+    async def keep(self, document: Document) -> None:
+        """Put a progress record into KV; a failure leaves the older one."""
+        if await self._log.keep(document):
+            self._kept_lsn = document["lsn"]

@@ -11,36 +11,35 @@ import asyncio
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bridge.errors import Retryable
 from bridge.events.outgoing import ITEM_OVERHEAD, Item, Outgoing
 from bridge.jetstream.batches import FIRST_ERROR_CODE, Refusal
-from bridge.jetstream.fence import Fence, Fenced, PublishRefused
+from bridge.jetstream.fence import Fenced, PublishRefused
 from bridge.jetstream.record import is_counted, is_held
-from bridge.jetstream.streams import ApiError, stream_state
-from bridge.publish.patience import ASK_CHECK, BRING_BACK, FREE_ROOM
+from bridge.publish.fenced_stream import StreamChanged
+from bridge.publish.outage import ASK_CHECK, BRING_BACK, FREE_ROOM
 from bridge.telemetry.stats import MESSAGE_TOKENS
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Coroutine, Sequence
 
-    from nats.aio.client import Client
-
-    from bridge.jetstream.batches import BatchWriter, Following
-    from bridge.jetstream.readback import RecordReader
+    from bridge.jetstream.batches import Following
     from bridge.jetstream.record import Record
-    from bridge.publish.patience import Patience
+    from bridge.publish.fenced_stream import FencedStream
+    from bridge.publish.outage import Outage
     from bridge.publish.preparation import Preparation
-    from bridge.publish.progress import ProgressLog, Stored
+    from bridge.publish.progress import Confirmation
+    from bridge.publish.reader import WalReader
     from bridge.publish.ring import Ring
     from bridge.telemetry.stats import BridgeStats
-    from consumer_sdk.wire.subjects import Subjects
 
 T = TypeVar("T")
 
@@ -50,11 +49,7 @@ IDLE_SECONDS = 1.0
 KEEP_SECONDS = 1.0
 
 
-class StreamChanged(Retryable):
-    """The stream is not what was written to: whether history goes on must be decided anew."""
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of one batch."""
 
@@ -89,42 +84,28 @@ def _is_plain(items: Sequence[Item]) -> bool:
 
 
 class Publisher:
-    """Publishes what the ring holds; `confirmed_lsn` is what PostgreSQL may forget."""
+    """Publishes what the ring holds, and tells the confirmation what is stored."""
 
     def __init__(
         self,
         *,
-        client: Client,
         ring: Ring[Item],
-        writer: BatchWriter,
-        fence: Fence,
-        records: RecordReader,
-        progress: ProgressLog,
+        reader: WalReader,
+        stream: FencedStream,
+        confirmation: Confirmation,
         preparation: Preparation,
-        patience: Patience,
-        subjects: Subjects,
-        stats: BridgeStats,
+        outage: Outage,
         limits: Limits,
-        idle_lsn: Callable[[], tuple[int, int]],
-        confirmed_lsn: int,
-        stored: Stored,
+        stats: BridgeStats,
     ) -> None:
-        self._client = client
         self._ring = ring
-        self._writer = writer
-        self._fence = fence
-        self._records = records
-        self._progress = progress
+        self._reader = reader
+        self._stream = stream
+        self._confirmation = confirmation
         self._preparation = preparation
-        self._patience = patience
-        self._subjects = subjects
-        self._stats = stats
+        self._outage = outage
         self._limits = limits
-        self._idle_lsn = idle_lsn
-        self.confirmed_lsn = confirmed_lsn
-        self._stored = stored
-        self._recorded_lsn = 0
-        self._kept_lsn = 0
+        self._stats = stats
         self._last_keep = 0.0
         self._last_progress = 0.0
         self._batch_events = limits.batch_events
@@ -184,7 +165,7 @@ class Publisher:
         """What is under way has no acknowledgement to wait for, and is read back later."""
         self._doubt = True
         self._lost.set()
-        self._writer.interrupt()
+        self._stream.interrupt()
 
     async def _while_connected(self, work: Coroutine[Any, Any, T]) -> T:
         """Do the work; Retryable at once, not after its timeout, when the connection is lost."""
@@ -207,11 +188,10 @@ class Publisher:
     async def _record_progress(
         self, lsn: int, source_lsn: int, gap: dict[str, object] | None = None
     ) -> None:
-        document = self._progress.record(lsn, self._stored, source_lsn, gap)
-        await self._send([self._progress.message(document)])
-        if await self._keep(document):
-            self._kept_lsn = lsn
-        self._recorded_lsn = max(self._recorded_lsn, lsn)
+        document = self._confirmation.record(lsn, source_lsn, gap)
+        await self._send([self._confirmation.message(document)])
+        await self._keep(document)
+        self._confirmation.note_recorded(lsn)
 
     async def report(self, lsn: int, gap: dict[str, object] | None) -> None:
         """Wait until everything up to `lsn` is stored, then write the gap, if there is one."""
@@ -220,61 +200,58 @@ class Publisher:
         await written
 
     async def _write_reports(self) -> None:
-        while self._reports and self._reports[0].lsn <= self.confirmed_lsn:
+        while self._reports and self._reports[0].lsn <= self._confirmation.lsn:
             report = self._reports[0]
             if report.gap is not None and self._ahead:
                 # That batch may be written already, nothing overtakes it.
                 return
             self._reports.popleft()
             if report.gap is not None:
-                await self._record_progress(self.confirmed_lsn, 0, report.gap)
+                await self._record_progress(self._confirmation.lsn, 0, report.gap)
             if not report.written.done():
                 report.written.set_result(None)
 
     async def _rest(self) -> None:
-        """Nothing to do: see whether NATS is there, and record what the log tells."""
-        if self._client.is_connected:
-            self._patience.renew()
+        """Nothing is pending: see whether NATS is connected, and record what the log tells."""
+        if self._stream.is_connected:
+            self._outage.reset()
             await self._idle()
             await self._write_reports()
         else:
-            self._patience.note("NATS is not connected")
+            self._outage.note("NATS is not connected")
 
     async def finish(self) -> None:
         """Write the last progress record of an orderly stop."""
         await self._idle(force=True)
 
     async def _idle(self, *, force: bool = False) -> None:
-        """Nothing is pending: record how far the log is known to hold nothing for us."""
+        """Nothing is pending: record up to where the log holds nothing more for us."""
         now = time.monotonic()
         if not force and now - self._last_progress < IDLE_SECONDS:
             return
         self._stats.ring_depth = len(self._ring)
-        lsn, source_lsn = self._idle_lsn()
+        lsn, source_lsn = self._reader.idle_lsn()
         if self._is_pending:
             return
-        if lsn > self._recorded_lsn:
+        confirmation = self._confirmation
+        if not confirmation.is_recorded(lsn):
             self._last_progress = now
             await self._record_progress(lsn, source_lsn)
             hold("after-ack-before-confirm")
-            self.confirmed_lsn = max(self.confirmed_lsn, lsn)
-            self._stats.confirmed_lsn = self.confirmed_lsn
-        elif self.confirmed_lsn > self._kept_lsn:
+            confirmation.confirm(lsn)
+            self._stats.confirmed_lsn = confirmation.lsn
+        elif not confirmation.is_kept:
             await self._keep_progress()
 
     async def _keep_progress(self) -> None:
         """Let KV know of events that are stored, so that it is never far behind the stream."""
         self._last_keep = time.monotonic()
-        if self.confirmed_lsn > self._kept_lsn:
-            document = self._progress.record(self.confirmed_lsn, self._stored, 0)
-            if await self._keep(document):
-                self._kept_lsn = self.confirmed_lsn
+        if not self._confirmation.is_kept:
+            await self._keep(self._confirmation.record(self._confirmation.lsn))
 
-    async def _keep(self, document: dict[str, Any]) -> bool:
-        try:
-            return await self._while_connected(self._progress.keep(document))
-        except Retryable:
-            return False
+    async def _keep(self, document: dict[str, Any]) -> None:
+        with suppress(Retryable):
+            await self._while_connected(self._confirmation.keep(document))
 
     async def _publish(self, items: Sequence[Item]) -> None:
         started = time.perf_counter_ns()
@@ -297,7 +274,7 @@ class Publisher:
             if self._doubt:
                 chunk = await self._recover(Refusal(0, "the connection to NATS was lost"), chunk)
                 continue
-            outcome = await self._writer.send(chunk, self._fence, following)
+            outcome = await self._stream.send(chunk, following)
             if outcome.stored:
                 self._acknowledged(chunk[: outcome.stored], outcome.last_seq)
                 chunk = chunk[outcome.stored :]
@@ -318,7 +295,7 @@ class Publisher:
         following = next((item for item in chunk if is_counted(item)), None)
         if following is not None:
             try:
-                if not await self._records.holds(following):
+                if not await self._stream.holds(following):
                     return chunk
             except Retryable as error:
                 refusal = Refusal(0, str(error))
@@ -336,30 +313,26 @@ class Publisher:
                     self._count(item.token, item.rows, item.ts)
         elif events:
             self._count(items[0].token, events, next(i.ts for i in reversed(items) if i.rows))
-        confirmed = 0
+        end_lsn = 0
         now = time.time()
         for item in filter(_END_LSN, items):
-            confirmed = item.end_lsn
+            end_lsn = item.end_lsn
             stats.transactions_published += 1
             stats.observe_latency(max(0.0, now - item.ts / 1e6))
         if events:
             stats.cdc_events_published += events
             stats.observe_batch(events)
-        if confirmed > self.confirmed_lsn:
-            self.confirmed_lsn = confirmed
-            self._recorded_lsn = max(self._recorded_lsn, confirmed)
-            stats.confirmed_lsn = confirmed
         change = next((item for item in reversed(items) if item.seq is not None), None)
         logical = None
         if any(token.startswith(MESSAGE_TOKENS) for token in tokens):
             logical = next((i for i in reversed(items) if i.seq is None and i.rows), None)
-        for newest in (change, logical):
-            if newest is not None:
-                self._stored = self._stored.after(newest)
+        newest = [item for item in (change, logical) if item is not None]
+        self._confirmation.acknowledge(newest, end_lsn)
         if last_seq:
-            msg_id = items[-1].msg_id.decode()
-            self._stored = replace(self._stored, stream_seq=last_seq, msg_id=msg_id)
-        self._patience.reward()
+            self._confirmation.note_end(last_seq, items[-1].msg_id.decode())
+        if end_lsn:
+            stats.confirmed_lsn = self._confirmation.lsn
+        self._outage.end()
 
     def _count(self, token: str, rows: int, ts: int) -> None:
         """Count stored events of one table, or of one prefix of logical messages."""
@@ -374,8 +347,8 @@ class Publisher:
         at_once = not refusal.full and not (refusal.code and self._is_stuck)
         while True:
             await stay_cancelled()
-            if not at_once or not self._client.is_connected:
-                await self._patience.wait(refusal.text, _remedy(refusal))
+            if not at_once or not self._stream.is_connected:
+                await self._outage.wait(refusal.text, _remedy(refusal))
             at_once = self._doubt = False
             try:
                 record = await self._while_connected(self._read_back())
@@ -387,7 +360,7 @@ class Publisher:
                 refusal = Refusal(0, str(error))
                 at_once = self._doubt
                 if not self._doubt:
-                    await self._refuse_other_stream()
+                    await self._stream.require_unchanged()
             else:
                 if not self._doubt:
                     break
@@ -401,32 +374,14 @@ class Publisher:
         self._is_stuck = True
         if stored:
             self._acknowledged(chunk[:stored], 0)
-        fence = self._fence
-        self._stored = replace(
-            self._stored, stream_seq=fence.sequence, msg_id=fence.msg_id.decode()
-        )
+        self._confirmation.note_end(self._stream.fence_seq, self._stream.fence_id)
         event(log, "publishing resumed", stored=stored, again=len(chunk) - stored)
         return chunk[stored:]
 
     async def _read_back(self) -> Record:
-        """Take the fence anew and read what is stored; StreamChanged if it is less than it was."""
-        fence_seq = await self._fence.renew()
-        stored = self._stored
-        found = await self._records.message_id_at(stored.stream_seq)
-        if found != stored.msg_id:
-            raise StreamChanged(
-                f"the CDC stream does not show message {stored.stream_seq} that it acknowledged"
-            )
-        known = self._progress.record(self.confirmed_lsn, stored, 0)
-        record = await self._records.read(fence_seq, known)
-        if record.epoch != self._progress.epoch:
+        """Renew the fence and read what is stored; StreamChanged if it is less than it was."""
+        known = self._confirmation.record(self._confirmation.lsn)
+        record = await self._stream.read_back(known)
+        if record.epoch != known["epoch"]:
             raise Fenced("another bridge has begun a new epoch")
         return record
-
-    async def _refuse_other_stream(self) -> None:
-        try:
-            state = await stream_state(self._client, self._subjects.cdc_stream)
-        except (ApiError, Retryable):
-            return
-        if state is None or state.created_us != self._progress.stream_created_us:
-            raise StreamChanged("the CDC stream has gone")

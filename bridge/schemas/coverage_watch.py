@@ -1,7 +1,7 @@
-"""Keeps an eye on what the publication covers, and has gaps announced.
+"""Compares what the publication covers with what it covered before, and reports gaps.
 
-What was covered when it was last looked at is kept in the KV bucket `bridge`, so that changes made
-while no bridge ran are noticed at the next start.
+The coverage is kept in the KV bucket `bridge`, so that changes made while no bridge ran are noticed
+at the next start.
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ import asyncio
 import json
 import logging
 import zlib
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import nats.errors
 from nats.js.errors import APIError, KeyNotFoundError
 
 from bridge.errors import Retryable, SourceError
-from bridge.schemas.coverage import (
-    Coverage,
-    Covered,
-    has_attached_rows,
-    read_coverage,
-    rewritten,
-    unlogged_changes,
-)
+from bridge.jetstream.streams import ApiError, api
+from bridge.postgres.coverage import Coverage, Covered, has_attached_rows, read_coverage
+from bridge.schemas.coverage import rewritten, unlogged_changes
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.errors import MISFITS
@@ -31,13 +27,12 @@ from consumer_sdk.wire.lsn import parse_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
+    from nats.aio.client import Client
     from nats.js.kv import KeyValue
 
-    from bridge.postgres.catalog import Catalog
-    from bridge.schemas.registry import SchemaRegistry
-    from bridge.schemas.store import SchemaStore
+    from bridge.postgres.publication import PublicationReader
+    from bridge.schemas.tables import PublishedTables
+    from bridge.source import Source
 
 log = logging.getLogger("bridge.coverage")
 
@@ -54,63 +49,91 @@ SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_rep
 
 
 class GapWriter(Protocol):
-    """Whoever writes to the stream."""
+    """Writes gaps to the stream."""
 
     async def report(self, lsn: int, gap: dict[str, object] | None) -> None:
         """Wait until everything up to `lsn` is stored, then write the gap, if there is one."""
         ...
 
 
-async def load_coverage(
-    bucket: KeyValue, source: str, epoch: int, publication: str
-) -> Coverage | None:
-    """What is remembered of an epoch; None where nothing is."""
-    try:
-        entry = await bucket.get(f"coverage.{source}")
-        value = entry.value or b""
-        document = json.loads(value if value[:1] == b"{" else zlib.decompress(value))
-        if document["epoch"] != epoch:
+class TruncationLog(Protocol):
+    """Knows what was truncated, as far as the log was read."""
+
+    def has_truncated(self, token: str, xid: int) -> bool:
+        """Whether the log has a TRUNCATE of the whole table by a transaction."""
+        ...
+
+
+class CoverageStore:
+    """What NATS keeps of the coverage of one source, and of snapshots that a gap makes useless."""
+
+    def __init__(self, client: Client, bucket: KeyValue, source: Source) -> None:
+        self._client = client
+        self._bucket = bucket
+        self._source = source
+
+    async def load(self) -> Coverage | None:
+        """What was covered in this epoch; None if nothing was saved of it."""
+        try:
+            entry = await self._bucket.get(f"coverage.{self._source.name}")
+            value = entry.value or b""
+            document = json.loads(value if value[:1] == b"{" else zlib.decompress(value))
+            if document["epoch"] != self._source.epoch:
+                return None
+            tables = document["tables"].items()
+            coverage = {token: Covered.from_document(one) for token, one in tables}
+            if document["publication"] != self._source.publication:
+                for covered in coverage.values():
+                    covered.publication = 0
+        except (KeyNotFoundError, zlib.error, *MISFITS):
             return None
-        tables = document["tables"].items()
-        coverage = {token: Covered.from_document(one) for token, one in tables}
-        if document["publication"] != publication:
-            for covered in coverage.values():
-                covered.publication = 0
-    except (KeyNotFoundError, zlib.error, *MISFITS):
-        return None
-    return coverage
+        return coverage
+
+    async def save(self, coverage: Coverage) -> None:
+        """Keep the coverage for the next comparison, also after a restart."""
+        document = {
+            "v": 1,
+            "source": self._source.name,
+            "epoch": self._source.epoch,
+            "publication": self._source.publication,
+            "tables": {token: covered.document for token, covered in coverage.items()},
+        }
+        value = json.dumps(document).encode()
+        if len(value) > LARGE_BYTES:
+            value = zlib.compress(value)
+        await self._bucket.put(f"coverage.{self._source.name}", value)
+
+    async def discard_snapshots(self, token: str) -> None:
+        """Let nobody begin from a snapshot of a table that was taken before a gap."""
+        subjects = self._source.subjects
+        with suppress(ApiError):
+            await api(
+                self._client,
+                f"STREAM.PURGE.{subjects.init_stream}",
+                {"filter": subjects.meta(token)},
+            )
 
 
 class CoverageWatch:
-    """Compares what is covered with what was; `known` is the latter."""
+    """Compares what is covered with what was covered before, `known`, and reports gaps."""
 
     def __init__(
         self,
         *,
-        catalog: Catalog,
-        bucket: KeyValue,
-        registry: SchemaRegistry,
-        store: SchemaStore,
+        source: Source,
+        publication: PublicationReader,
+        store: CoverageStore,
+        tables: PublishedTables,
         writer: GapWriter,
-        has_told: Callable[[str, int], bool],
-        forget_snapshots: Callable[[str], Awaitable[None]],
-        source: str,
-        epoch: int,
-        publication: str,
-        server_version: int,
+        log: TruncationLog,
         known: Coverage,
     ) -> None:
-        self._catalog = catalog
-        self._bucket = bucket
-        self._registry = registry
-        self._store = store
-        self._writer = writer
-        self._has_told = has_told
-        self._forget_snapshots = forget_snapshots
         self._source = source
-        self._epoch = epoch
         self._publication = publication
-        self._server_version = server_version
+        self._store = store
+        self._tables = tables
+        self._writer = writer
+        self._log = log
         self._known = known
         self._saved: Coverage | None = None
 
@@ -125,16 +148,16 @@ class CoverageWatch:
             await asyncio.sleep(min(interval, POLL_SECONDS))
 
     async def _look(self) -> None:
-        known, stored = self._known, self._registry.stored_tokens()
-        found = await read_coverage(self._catalog, self._publication, self._server_version)
+        known, stored = self._known, self._tables.stored_tokens()
+        found = await read_coverage(self._publication)
         if any(rewritten(known[token], found[token]) for token in known.keys() & found.keys()):
             # A TRUNCATE of the whole table does that too: see whether the log tells of one.
             await self._writer.report(await self._position(), None)
         changes = await unlogged_changes(
             known,
             found,
-            is_filled=lambda leaf: has_attached_rows(self._catalog, leaf),
-            has_told=self._has_told,
+            is_filled=lambda leaf: has_attached_rows(self._publication.catalog, leaf),
+            has_truncated=self._log.has_truncated,
         )
         gone = {
             token
@@ -144,22 +167,23 @@ class CoverageWatch:
         if changes or gone:
             await self._announce(changes, found, await self._position())
         for token in gone:
-            await self._release(token)
+            await self._tables.release(token)
         for token in known.keys() & found.keys():
             found[token].remember(known[token])
         before = [token for token, one in known.items() if one.is_gone and token not in found]
         for token in [*before, *sorted(gone)][-MOST_GONE:]:
-            version = self._registry.newest_version(token)
+            version = self._tables.newest_version(token)
             if token in known:
                 version = max(version, known[token].schema_version)
             found[token] = Covered.gone(version)
         self._known = found
         if found != self._saved:
-            await self._save(found)
+            await self._store.save(found)
+            self._saved = {token: Covered(**one.document) for token, one in found.items()}
 
     async def _position(self) -> int:
         """The end of the log."""
-        (row,) = await self._catalog.rows(_POSITION)
+        (row,) = await self._publication.catalog.rows(_POSITION)
         return parse_lsn(row[0])
 
     async def _announce(self, changes: dict[str, str], found: Coverage, lsn: int) -> None:
@@ -178,31 +202,10 @@ class CoverageWatch:
         gap = {
             "reason": reason,
             "tables": sorted(changes),
-            "previous_epoch": self._epoch,
+            "previous_epoch": self._source.epoch,
             "previous_lsn": lsn,
             "resumes_at": lsn,
         }
         await self._writer.report(lsn, gap)
         for token in changes:
-            await self._forget_snapshots(token)
-
-    async def _release(self, token: str) -> None:
-        """A table that is not published any more has no schema; its last version is remembered."""
-        if self._registry.is_stored(token):
-            event(log, "table is not published any more", table=token)
-            await self._store.remove(token)
-            self._registry.note_removed(token)
-
-    async def _save(self, coverage: Coverage) -> None:
-        document = {
-            "v": 1,
-            "source": self._source,
-            "epoch": self._epoch,
-            "publication": self._publication,
-            "tables": {token: covered.document for token, covered in coverage.items()},
-        }
-        value = json.dumps(document).encode()
-        if len(value) > LARGE_BYTES:
-            value = zlib.compress(value)
-        await self._bucket.put(f"coverage.{self._source}", value)
-        self._saved = {token: Covered(**one.document) for token, one in coverage.items()}
+            await self._store.discard_snapshots(token)

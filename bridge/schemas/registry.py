@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from bridge.events.values import ColumnType
     from bridge.postgres.catalog import Catalog, CatalogTable
+    from bridge.source import Source
 
 VISIBLE_POLLS = 10
 VISIBLE_POLL_SECONDS = 0.02
@@ -28,7 +29,7 @@ Document = dict[str, Any]
 
 
 def fingerprint_of(document: Mapping[str, Any]) -> Fingerprint:
-    """The same for a schema document."""
+    """The fingerprint of the structure that a schema document describes."""
     return (
         document.get("replica_identity"),
         tuple(
@@ -61,20 +62,18 @@ class SchemaRegistry:
     def __init__(
         self,
         *,
-        source: str,
-        epoch: int,
+        source: Source,
         catalog: Catalog,
         stored: Mapping[str, Document],
         announced: Mapping[str, Document],
         floors: Mapping[str, int],
     ) -> None:
         self._source = source
-        self._epoch = epoch
         self._catalog = catalog
         self._lock = asyncio.Lock()
         self._versions: dict[str, _Versions] = {}
         for token, document in stored.items():
-            if document.get("source") == source:
+            if document.get("source") == source.name:
                 identity = (document["epoch"], document["schema_version"])
                 self._versions[token] = _Versions(newest=document, stored=identity)
         for token, document in announced.items():
@@ -133,10 +132,15 @@ class SchemaRegistry:
         candidates = (entry.current, entry.newest) if from_log else (entry.newest, entry.current)
         for document in candidates:
             if document is not None and fingerprint_of(document) == wanted:
-                renewed = document["epoch"] != self._epoch
+                renewed = document["epoch"] != self._source.epoch
                 if renewed:
                     now = time.time_ns() // 1000
-                    document = {**document, "epoch": self._epoch, "lsn": lsn, "timestamp": now}
+                    document = {
+                        **document,
+                        "epoch": self._source.epoch,
+                        "lsn": lsn,
+                        "timestamp": now,
+                    }
                     entry.announced = 0
                     if entry.newest is None or (
                         entry.newest["schema_version"] <= document["schema_version"]
@@ -210,8 +214,8 @@ class SchemaRegistry:
         deferrable = {"primary_key_deferrable": True} if key and table.is_key_deferrable else {}
         return {
             "v": WIRE_VERSION,
-            "source": self._source,
-            "epoch": self._epoch,
+            "source": self._source.name,
+            "epoch": self._source.epoch,
             "table": structure.table,
             "schema": structure.schema,
             "timestamp": time.time_ns() // 1000,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from bridge.events.values import ColumnType
     from bridge.postgres.catalog import Catalog
+    from bridge.postgres.publication import PublicationReader
     from bridge.schemas.registry import Document, SchemaRegistry
     from bridge.schemas.store import SchemaStore
     from bridge.wal.messages import Relation
@@ -34,29 +35,21 @@ Versioned = tuple[Structure, "list[ColumnType]", int, SchemaNotice | None]
 
 
 class PublishedTables:
-    """Gives the tables of a publication their versions, and stores their documents.
-
-    `onlooker` is asked about the publication, which waits while any of its tables is locked; the
-    log must not wait for that.
-    """
+    """Gives the tables of a publication their versions, and stores their documents."""
 
     def __init__(
         self,
         *,
         catalog: Catalog,
-        onlooker: Catalog,
+        publication: PublicationReader,
         registry: SchemaRegistry,
         store: SchemaStore,
-        publication: str,
-        server_version: int,
         confirmed_lsn: Callable[[], int],
     ) -> None:
         self._catalog = catalog
-        self._onlooker = onlooker
+        self._publication = publication
         self._registry = registry
         self._store = store
-        self._publication = publication
-        self._server_version = server_version
         self._confirmed_lsn = confirmed_lsn
         self._overtaken: SchemaOvertaken | None = None
         self.were_stored = asyncio.Event()
@@ -84,9 +77,7 @@ class PublishedTables:
 
     async def ensure_schema(self, schema: str, table: str) -> Document:
         """The document of the table as the catalog has it now, stored in KV."""
-        published = await self._onlooker.published_columns(
-            self._publication, schema, table, self._server_version
-        )
+        published = await self._publication.columns(schema, table)
         document = await self._registry.from_catalog(
             schema, table, published, self._confirmed_lsn()
         )
@@ -110,7 +101,7 @@ class PublishedTables:
         while True:
             await stay_cancelled()
             try:
-                for schema, table in await self._onlooker.published_tables(self._publication):
+                for schema, table in await self._publication.tables():
                     if not self._registry.is_stored(table_token(schema, table)):
                         await self.ensure_schema(schema, table)
             except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:
@@ -119,3 +110,18 @@ class PublishedTables:
                 raise self._overtaken
             self.were_stored.set()
             await asyncio.sleep(min(interval, TABLE_POLL_SECONDS))
+
+    def stored_tokens(self) -> set[str]:
+        """The tables of which KV holds a document."""
+        return self._registry.stored_tokens()
+
+    def newest_version(self, token: str) -> int:
+        """The highest version given out for a table, 0 for none."""
+        return self._registry.newest_version(token)
+
+    async def release(self, token: str) -> None:
+        """Remove the document of a table that is not published any more, if there is one."""
+        if self._registry.is_stored(token):
+            event(log, "table is not published any more", table=token)
+            await self._store.remove(token)
+            self._registry.note_removed(token)

@@ -19,9 +19,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from bridge.errors import SettingsError
-from bridge.telemetry.history import History
 from bridge.telemetry.metrics import registry_for, render
-from bridge.telemetry.status import is_alive, status_document
+from bridge.telemetry.status import History, is_alive, status_document
 from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:

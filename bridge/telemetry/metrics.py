@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
@@ -147,7 +147,7 @@ class BridgeCollector(Collector):
             },
         )
         states = GaugeMetricFamily("bridge_state", "1 for the present state", labels=["state"])
-        for state in get_args(State):
+        for state in State:
             states.add_metric([state], float(stats.state == state))
         yield states
         yield from _wal_status(stats)

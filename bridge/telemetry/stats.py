@@ -8,9 +8,25 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
-State = Literal["starting", "standby", "streaming", "reconnecting", "draining", "stopped", "failed"]
+
+class State(StrEnum):
+    """The life of a bridge, from start to end."""
+
+    STARTING = "starting"
+    STANDBY = "standby"
+    """Another bridge streams from the slot."""
+    STREAMING = "streaming"
+    RECONNECTING = "reconnecting"
+    """It has streamed before and tries to do so again."""
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+ENDED_STATES = frozenset({State.STOPPED, State.FAILED})
 SnapshotState = Literal["waiting", "copying", "done", "failed", "cancelled"]
 
 MOST_COUNTERS = 1000
@@ -62,7 +78,7 @@ class TableStats:
 
 
 @dataclass(slots=True)
-class SnapshotProgress:
+class SnapshotGauge:
     """One snapshot as the operator sees it; `waiting_for` names the transactions it waits for."""
 
     table: str
@@ -91,7 +107,7 @@ class BridgeStats:
     def __init__(self) -> None:
         self.started_at = time.time()
         self.started_monotonic = time.monotonic()
-        self.state: State = "starting"
+        self.state = State.STARTING
         self.source = ""
         self.epoch = 0
         self.publication = ""
@@ -139,7 +155,7 @@ class BridgeStats:
         self.latency = Histogram(LATENCY_BOUNDS_SECONDS)
         self.batches = Histogram(BATCH_BOUNDS_EVENTS)
         self.per_table: dict[str, TableStats] = {}
-        self.snapshots: dict[str, SnapshotProgress] = {}
+        self.snapshots: dict[str, SnapshotGauge] = {}
         self.warnings: dict[str, StatusWarning] = {}
 
         self.observe_batch = self.batches.observe
@@ -175,9 +191,9 @@ class BridgeStats:
         """Take a warning back; True when there was one."""
         return self.warnings.pop(key, None) is not None
 
-    def begin_snapshot(self, snapshot_id: str, table: str) -> SnapshotProgress:
+    def begin_snapshot(self, snapshot_id: str, table: str) -> SnapshotGauge:
         """Show a new snapshot, and forget the oldest finished ones beyond a few."""
-        progress = self.snapshots[snapshot_id] = SnapshotProgress(table)
+        progress = self.snapshots[snapshot_id] = SnapshotGauge(table)
         finished = [key for key, one in self.snapshots.items() if one.finished_at is not None]
         for key in finished[:-FINISHED_SNAPSHOTS_KEPT]:
             del self.snapshots[key]

@@ -1,4 +1,4 @@
-"""Watches the WAL that PostgreSQL keeps for the slot, and says who or what holds it back."""
+"""Watches the WAL that PostgreSQL keeps for the slot, and names what holds the slot back."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def format_duration(seconds: float) -> str:
 def judge_slot(
     stats: BridgeStats, slot: str, reading: SlotReading, holders: list[Holder]
 ) -> dict[str, bool]:
-    """Set and clear the WAL warnings; returns those standing, True where worth a log line."""
-    standing: dict[str, bool] = {}
+    """Set and clear the WAL warnings; returns the keys of those set, True for new ones."""
+    shown: dict[str, bool] = {}
 
     def decide(
         key: str, severity: Literal["warning", "critical"] | None, text: str, remedy: str
@@ -96,7 +96,7 @@ def judge_slot(
         if severity is None:
             stats.clear_warning(key)
         else:
-            standing[key] = stats.warn(key, text, remedy, severity)
+            shown[key] = stats.warn(key, text, remedy, severity)
 
     if not reading.exists:
         for key in ("wal-lag", "wal-status", "wal-headroom", "slot-held-back"):
@@ -108,7 +108,7 @@ def judge_slot(
             f"replication slot {slot} does not exist",
             "somebody dropped it; restart the bridge, which says what can be proven and what not",
         )
-        return standing
+        return shown
     stats.clear_warning("slot-missing")
 
     decide(
@@ -143,7 +143,7 @@ def judge_slot(
         + "; ".join(holder.describe() for holder in holders),
         "end it: " + "; ".join(holder.statement for holder in holders[:1]),
     )
-    return standing
+    return shown
 
 
 def _lag_severity(stats: BridgeStats, lag: int) -> Literal["warning", "critical"] | None:

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import settings
 
 from bridge.jetstream.record import Record, load_progress
-from bridge.schemas.coverage_watch import load_coverage
+from bridge.schemas.coverage_watch import CoverageStore
 from bridge.schemas.store import read_document
 from bridge.snapshot.coordinator.records import Records
+from bridge.source import Source
 from consumer_sdk.commands import schemas, tail
 from consumer_sdk.commands.files import open_row_file
 from consumer_sdk.commands.terminal import Paint
@@ -339,7 +340,10 @@ def test_what_a_bridge_keeps_in_kv_may_be_spoilt_anywhere(as_json: bool) -> None
 @pytest.mark.parametrize("value", [b"[" * 100_000, b"{" * 100_000, b'{"epoch":1,"tables":[]}', b""])
 def test_what_a_bridge_remembers_may_be_anything(value: bytes) -> None:
     bucket: Any = Bucket(value)
-    assert _complete(load_coverage(bucket, "shop", 1, "pub")) is None
+    client: Any = None
+    source = Source("shop", 1, "pub", Subjects(), as_json=False)
+    store = CoverageStore(client, bucket, source)
+    assert _complete(store.load()) is None
     records = Records(None, bucket, "bridge", "shop")  # type: ignore[arg-type]
     records._keys = _one_key  # type: ignore[method-assign]
     assert _complete(records.all()) == []

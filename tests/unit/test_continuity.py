@@ -6,7 +6,7 @@ import pytest
 
 from bridge.events.resume import Resume
 from bridge.jetstream.record import Record
-from bridge.postgres.slot import Server
+from bridge.postgres.connection import Server
 from bridge.publish.continuity import decide
 
 SERVER = Server("777", 1, "shop", flushed_lsn=0x9000)

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from bridge.schemas.coverage import Covered, unlogged_changes
+from bridge.postgres.coverage import Covered
+from bridge.schemas.coverage import unlogged_changes
 
 USERS = Covered(
     "public", "users", 7, "iudt", 16384, altered=[50, 5], named=[40, 10],
@@ -27,7 +28,7 @@ def changes(before: Covered, now: Covered, filled: frozenset[str] = frozenset())
             {"t": before},
             {"t": now},
             is_filled=is_filled,
-            has_told=lambda token, xid: (token, xid) == ("t", TOLD),
+            has_truncated=lambda token, xid: (token, xid) == ("t", TOLD),
         )
     )
     return found.get("t")
@@ -74,7 +75,7 @@ def test_a_table_that_is_back_is_a_change_and_a_new_one_is_none() -> None:
     async def never(_: str) -> bool:
         raise AssertionError
 
-    nothing = unlogged_changes({}, {"t": USERS}, is_filled=never, has_told=lambda *_: False)
+    nothing = unlogged_changes({}, {"t": USERS}, is_filled=never, has_truncated=lambda *_: False)
     assert asyncio.run(nothing) == {}
 
 

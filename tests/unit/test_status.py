@@ -6,9 +6,16 @@ import json
 
 import pytest
 
-from bridge.telemetry.history import SAMPLES_KEPT, History, quantile
 from bridge.telemetry.stats import BridgeStats
-from bridge.telemetry.status import TABLES_LISTED, health_word, is_alive, status_document
+from bridge.telemetry.status import (
+    SAMPLES_KEPT,
+    TABLES_LISTED,
+    History,
+    health_word,
+    is_alive,
+    quantile,
+    status_document,
+)
 
 PROMISED = [
     "status", "uptime_seconds", "wal_messages_received", "cdc_events_published", "current_lsn",

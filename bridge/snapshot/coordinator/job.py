@@ -14,7 +14,7 @@ from consumer_sdk.wire.subjects import format_table_name, table_token
 if TYPE_CHECKING:
     from bridge.snapshot.coordinator.requests import Options
     from bridge.snapshot.tables import Piece, TableShape
-    from bridge.telemetry.stats import SnapshotProgress
+    from bridge.telemetry.stats import SnapshotGauge
 
 State = Literal["waiting", "copying", "ready", "failed"]
 Key = tuple[str, str, "Options"]
@@ -34,7 +34,7 @@ class Job:
     options: Options
     asked: dict[str, Any]
     snapshot_id: str
-    progress: SnapshotProgress
+    progress: SnapshotGauge
     state: State = "waiting"
     attempts: int = 0
     record_revision: int = 0

@@ -1,0 +1,227 @@
+"""What a publication covers of each table, as the catalog has it at one moment.
+
+Beside what is published, this reads what tells that it was something else in between: OIDs, files,
+and the transactions that last wrote the catalog's rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from bridge.errors import Retryable, SourceError
+from bridge.postgres.publication import FILTERS_VERSION
+from consumer_sdk.wire.subjects import table_token
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bridge.postgres.catalog import Catalog
+    from bridge.postgres.publication import PublicationReader
+
+SHAPES = 4
+"""So many descriptions of a table are remembered."""
+
+_ALWAYS = ("schema", "table", "publication", "operations", "relation_id")
+
+_OPERATIONS = ["pubinsert", "pubupdate", "pubdelete", "pubtruncate"]
+_PUBLICATION = """
+SELECT oid::int8, puballtables, xmin::text::int8,
+       pg_catalog.hashtextextended((pg_catalog.to_jsonb(p) - %s::text[])::text, 0),
+       pubinsert, pubupdate, pubdelete, pubtruncate
+FROM pg_catalog.pg_publication p WHERE pubname = %s
+"""
+
+_TABLES = """
+SELECT t.schemaname, t.tablename, c.oid::int8, c.relkind = 'p',
+       ARRAY[y.xmin::text::int8, c.relowner::int8],
+       pg_catalog.array_remove(ARRAY[r.oid, {entry}]::int8[], NULL),
+       {filter}, {columns}, CASE WHEN r.oid IS NULL THEN c.reltoastrelid::int8 ELSE 0 END
+FROM pg_catalog.pg_publication_tables t
+JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
+JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+JOIN pg_catalog.pg_type y ON y.oid = c.reltype
+JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
+LEFT JOIN pg_catalog.pg_publication_rel r ON r.prpubid = p.oid AND r.prrelid = c.oid
+{schemas}
+WHERE t.pubname = %s
+"""
+_SCHEMAS = """
+LEFT JOIN pg_catalog.pg_publication_namespace s ON s.pnpubid = p.oid AND s.pnnspid = n.oid
+"""
+
+# Digests, because KV holds them for every table. Numbers of columns are never used twice.
+_COLUMNS = """
+SELECT c.oid::int8,
+       pg_catalog.hashtextextended(string_agg(
+           concat_ws(' ', a.atttypid, a.atttypmod, a.attname), ',' ORDER BY a.attnum), 0),
+       pg_catalog.hashtextextended(string_agg(a.attnum::text, ',' ORDER BY a.attnum), 0),
+       pg_catalog.hashtextextended(string_agg(a.xmin::text, ',' ORDER BY a.attnum), 0),
+       c.relfilenode::int8
+FROM pg_catalog.pg_class c
+JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+WHERE c.oid = ANY(%s::oid[])
+GROUP BY c.oid, c.relfilenode
+"""
+
+_LEAVES = """
+SELECT r.oid::int8, c.oid::int8, c.relkind = 'r', c.relfilenode::int8, c.xmin::text::int8,
+       i.xmin::text::int8
+FROM unnest(%s::oid[]) AS r(oid)
+CROSS JOIN LATERAL pg_catalog.pg_partition_tree(r.oid) AS t
+JOIN pg_catalog.pg_class c ON c.oid = t.relid
+JOIN pg_catalog.pg_inherits i ON i.inhrelid = c.oid
+WHERE c.relkind IN ('r', 'p') AND c.oid <> r.oid
+"""
+
+_ANCESTORS = """
+SELECT l.oid::int8, i.inhrelid::int8, i.xmin::text::int8
+FROM unnest(%s::oid[]) AS l(oid)
+CROSS JOIN LATERAL pg_catalog.pg_partition_ancestors(l.oid) AS a
+JOIN pg_catalog.pg_inherits i ON i.inhrelid = a.relid
+"""
+
+_LEAF = """
+SELECT pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.relname),
+       pg_catalog.pg_relation_size(c.oid)
+FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE c.oid = %s::oid
+"""
+
+# Rows inserted through the root are younger than the attachment, and published.
+_ATTACHED_ROWS = """
+SELECT EXISTS (
+    SELECT 1 FROM ONLY {leaf} AS l
+    WHERE pg_catalog.age(l.xmin) >= (
+        SELECT min(pg_catalog.age(i.xmin)) FROM pg_catalog.pg_inherits i
+        WHERE i.inhrelid IN (SELECT relid FROM pg_catalog.pg_partition_ancestors(%s))
+    )
+)
+"""
+
+
+@dataclass(slots=True)
+class Covered:
+    """What the log carries of one table."""
+
+    schema: str
+    table: str
+    publication: int
+    """Its OID, 0 where another publication is read now: it covers the log from the start."""
+    operations: str
+    relation_id: int
+    altered: list[int] = field(default_factory=list)
+    """The transaction that has last set the publication's options, and a digest of those beside
+    the operations."""
+    named: list[int] = field(default_factory=list)
+    """The transaction that has last changed name, schema or owner of its row type, and its
+    owner."""
+    entries: list[int] = field(default_factory=list)
+    """What makes it a part of the publication: others after it left and came back."""
+    row_filter: str | None = None
+    columns: str | None = None
+    toast: int = 0
+    """The table of its long values, another one after ALTER TABLE has rewritten it; 0 where it has
+    none, or where PostgreSQL refuses SET UNLOGGED."""
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    """By a digest of names and types of its columns, the latest last: digests of their numbers and
+    of the transactions that have changed them, and the file that holds the rows."""
+    attached: dict[str, int] = field(default_factory=dict)
+    """Partitions that are published by way of a root, by OID: the transactions that attached
+    them."""
+    leaves: dict[str, int] = field(default_factory=dict)
+    """Partitions below a published root, by OID, and the files that hold their rows."""
+    changed_by: dict[str, int] = field(default_factory=dict, compare=False)
+    """The transactions that have last changed the partitions; not remembered."""
+    is_gone: bool = False
+    """Whether it was published once and is not any more."""
+    schema_version: int = 0
+    """The last version that it had before it went."""
+
+    @classmethod
+    def gone(cls, schema_version: int) -> Self:
+        """All that is remembered of a table that is not published any more."""
+        return cls("", "", 0, "", 0, is_gone=True, schema_version=schema_version)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
+        """Read what `asdict` has written; TypeError or ValueError if it is something else."""
+        known = {one.name for one in fields(cls)} - {"changed_by"}
+        covered = cls(**{name: value for name, value in document.items() if name in known})
+        covered.leaves = {str(leaf): int(node) for leaf, node in covered.leaves.items()}
+        covered.attached = {str(part): int(xid) for part, xid in covered.attached.items()}
+        covered.shapes = {
+            shape: [int(numbers), int(touched), int(filenode)]
+            for shape, (numbers, touched, filenode) in covered.shapes.items()
+        }
+        return covered
+
+    def remember(self, before: Covered) -> None:
+        """Keep what an earlier look has seen of the columns."""
+        older = {shape: one for shape, one in before.shapes.items() if shape not in self.shapes}
+        self.shapes = dict([*older.items(), *self.shapes.items()][-SHAPES:])
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The same for KV, where there is little room: what is empty is left out."""
+        document = asdict(self)
+        del document["changed_by"]
+        return {name: value for name, value in document.items() if value or name in _ALWAYS}
+
+
+Coverage = dict[str, Covered]
+"""By table token."""
+
+
+async def read_coverage(publication: PublicationReader) -> Coverage:
+    """What the publication covers now; nothing where it does not exist."""
+    catalog = publication.catalog
+    found = await catalog.rows(_PUBLICATION, [_OPERATIONS, publication.name])
+    if not found:
+        return {}
+    publication_id, has_all, altered_by, options, *operations = found[0]
+    letters = "".join(letter for letter, is_on in zip("iudt", operations, strict=True) if is_on)
+    newer = publication.server_version >= FILTERS_VERSION
+    query = _TABLES.format(
+        entry="s.oid" if newer else "NULL",
+        filter="t.rowfilter" if newer else "NULL",
+        columns="r.prattrs::text" if newer else "NULL",
+        schemas=_SCHEMAS if newer else "",
+    )
+    coverage: Coverage = {}
+    roots: list[int] = []
+    tables: dict[int, Covered] = {}
+    rows = await catalog.rows(query, [publication.name])
+    for schema, table, relation_id, is_root, *facts in rows:
+        covered = Covered(
+            schema, table, publication_id, letters, relation_id, [altered_by, options], *facts
+        )
+        coverage[table_token(schema, table)] = covered
+        tables[relation_id] = covered
+        if is_root:
+            roots.append(relation_id)
+    for relation_id, *digests in await catalog.rows(_COLUMNS, [list(tables)]):
+        tables[relation_id].shapes = {str(digests[0]): digests[1:]}
+    if roots:
+        for root, part, is_leaf, filenode, xid, attached_by in await catalog.rows(_LEAVES, [roots]):
+            tables[root].attached[str(part)] = attached_by
+            if is_leaf:
+                tables[root].leaves[str(part)] = filenode
+                tables[root].changed_by[str(part)] = xid
+    by_root = [one.relation_id for one in coverage.values() if not (has_all or one.entries)]
+    if by_root:
+        for leaf, part, attached_by in await catalog.rows(_ANCESTORS, [by_root]):
+            tables[leaf].attached[str(part)] = attached_by
+    return coverage
+
+
+async def has_attached_rows(catalog: Catalog, leaf: str) -> bool:
+    """Whether a partition holds rows from before it was one; True where nobody can tell."""
+    try:
+        described = await catalog.rows(_LEAF, [leaf])
+        if not described or not described[0][1]:
+            return False
+        (answer,) = await catalog.rows(_ATTACHED_ROWS.format(leaf=described[0][0]), [int(leaf)])
+    except (Retryable, SourceError):
+        return True
+    return bool(answer[0])

@@ -1,0 +1,159 @@
+"""The CDC stream, with the right to write to it for one source."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Literal, Self
+
+import nats.errors
+from nats.js.errors import APIError
+
+from bridge.errors import Retryable
+from bridge.jetstream.batches import FastIngestWriter, PlainWriter
+from bridge.jetstream.fence import Fence, PublishRefused
+from bridge.jetstream.frames import FrameWriter
+from bridge.jetstream.readback import RecordReader
+from bridge.jetstream.streams import ApiError, stream_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nats.aio.client import Client
+
+    from bridge.config import Settings
+    from bridge.events.outgoing import Outgoing
+    from bridge.jetstream.batches import BatchWriter, Following, Outcome
+    from bridge.jetstream.broker import Broker
+    from bridge.jetstream.record import Document, Record
+    from bridge.jetstream.streams import StreamState
+
+
+class StreamChanged(Retryable):
+    """The stream is not the one that was written to: continuity must be decided again."""
+
+
+class FencedStream:
+    """Writes to the CDC stream and reads back what it holds; a later bridge makes writes fail."""
+
+    def __init__(
+        self,
+        client: Client,
+        state: StreamState,
+        fence: Fence,
+        records: RecordReader,
+        writer: BatchWriter,
+    ) -> None:
+        self._client = client
+        self._fence = fence
+        self._records = records
+        self._writer = writer
+        self.state = state
+        """The stream when the fence was taken."""
+
+    @classmethod
+    async def take(
+        cls, broker: Broker, settings: Settings, is_foreign: Callable[[str], bool]
+    ) -> Self:
+        """Take the fence, so that no earlier bridge of the source can write any more.
+
+        `is_foreign` knows the tables of other sources, whose messages tell nothing of this one.
+        """
+        client, subjects, source = broker.client, settings.subjects, settings.slot
+        state = await stream_state(client, subjects.cdc_stream)
+        if state is None:
+            raise Retryable(f"stream {subjects.cdc_stream} has gone; it is created again")
+        batched = bool(state.config.get("allow_batched"))
+        fence = Fence(
+            client,
+            stream=state.name,
+            subject=subjects.fence(source),
+            source=source,
+            instance=secrets.token_hex(8),
+            as_json=settings.json,
+            batched=batched,
+        )
+        try:
+            await fence.take()
+        except PublishRefused as error:
+            raise Retryable(f"the CDC stream takes no messages: {error}") from error
+        records = RecordReader(client, subjects, source, is_foreign, broker.dictionaries)
+        frames = await FrameWriter.create(client)
+        writer = (FastIngestWriter if batched else PlainWriter)(
+            client, frames, settings.flush_timeout
+        )
+        await writer.open()
+        return cls(client, state, fence, records, writer)
+
+    async def close(self) -> None:
+        """Take no more acknowledgements."""
+        await self._writer.close()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._client.is_connected
+
+    @property
+    def mode(self) -> Literal["fast-ingest", "plain"]:
+        """How batches are published."""
+        return "fast-ingest" if isinstance(self._writer, FastIngestWriter) else "plain"
+
+    @property
+    def fence_seq(self) -> int:
+        """Sequence of our newest fence."""
+        return self._fence.sequence
+
+    @property
+    def fence_id(self) -> str:
+        """Message id of our newest fence."""
+        return self._fence.msg_id.decode()
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence of the newest message when the fence was taken."""
+        return max(self.state.last_seq, self._fence.sequence)
+
+    async def send(self, items: Sequence[Outgoing], following: Following | None = None) -> Outcome:
+        """Publish a batch; the outcome tells how much of it is stored."""
+        return await self._writer.send(items, self._fence, following)
+
+    def interrupt(self) -> None:
+        """Wait no longer for acknowledgements of what is under way."""
+        self._writer.interrupt()
+
+    async def message_id_at(self, seq: int) -> str | None:
+        """Id of the message with this sequence; None if it is not kept any more."""
+        return await self._records.message_id_at(seq)
+
+    async def holds(self, item: Outgoing) -> bool:
+        """Whether the newest message on the item's subject is the item or one after it."""
+        return await self._records.holds(item)
+
+    async def read(self, kept: Document | None) -> Record:
+        """What the stream records of the source; `kept` is the progress record of the KV bucket."""
+        try:
+            return await self._records.read(self._fence.sequence, kept)
+        except (TimeoutError, nats.errors.Error, APIError) as error:
+            raise Retryable(f"the record cannot be read: {error}") from error
+
+    async def read_back(self, known: Document) -> Record:
+        """Renew the fence and read what is stored; what is still under way fails.
+
+        `known` is a progress record of what was acknowledged; StreamChanged if the stream does
+        not hold the message that it names as the newest.
+        """
+        await self._fence.renew()
+        found = await self._records.message_id_at(known["stream_seq"])
+        if found != known["stream_msg_id"]:
+            raise StreamChanged(
+                f"the CDC stream does not show message {known['stream_seq']} that it acknowledged"
+            )
+        return await self._records.read(self._fence.sequence, known)
+
+    async def require_unchanged(self) -> None:
+        """Raise StreamChanged if the stream was deleted or created again."""
+        try:
+            state = await stream_state(self._client, self.state.name)
+        except (ApiError, Retryable):
+            return
+        if state is None or state.created_us != self.state.created_us:
+            raise StreamChanged("the CDC stream has gone")

@@ -1,0 +1,346 @@
+"""The start of a stretch of streaming: everything up to the first byte read.
+
+PostgreSQL is checked, the slot taken, the fence taken, continuity decided, the stages built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bridge.errors import DataAtRiskError, Retryable, SourceError
+from bridge.events.assembler import Assembler
+from bridge.events.encoder import JsonEncoder, MsgpackEncoder
+from bridge.events.relations import CompiledRelation
+from bridge.jetstream.dictionaries import DictionaryStore
+from bridge.jetstream.objects import ObjectWriter
+from bridge.postgres.catalog import Catalog
+from bridge.postgres.connection import ReplicationConnection, connect_catalog
+from bridge.postgres.coverage import read_coverage
+from bridge.postgres.errors import DriverError, explain
+from bridge.postgres.publication import PublicationReader
+from bridge.postgres.slot import Slot
+from bridge.preflight import raise_if_blocked
+from bridge.preflight.postgres import check_postgres
+from bridge.publish.compression import EventCompressor
+from bridge.publish.outage import Outage
+from bridge.publish.preparation import Preparation
+from bridge.publish.publisher import Limits, Publisher
+from bridge.publish.reader import WalReader
+from bridge.publish.resume_point import ResumePoint
+from bridge.publish.ring import Ring
+from bridge.schemas.coverage_watch import CoverageStore, CoverageWatch
+from bridge.schemas.registry import Document, SchemaRegistry
+from bridge.schemas.store import SchemaStore
+from bridge.schemas.tables import PublishedTables
+from bridge.snapshot.coordinator.service import SnapshotService
+from bridge.source import Source
+from bridge.streaming import Pipeline, Streaming
+from consumer_sdk.transport.logfmt import event
+from consumer_sdk.wire.subjects import table_token
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from bridge.config import Settings
+    from bridge.events.encoder import Encoder
+    from bridge.events.outgoing import Item
+    from bridge.jetstream.broker import Broker
+    from bridge.publish.resume_point import StartFacts
+    from bridge.telemetry.stats import BridgeStats
+    from bridge.wal.messages import Relation
+
+log = logging.getLogger("bridge.streaming")
+
+ANSWER_SECONDS = 15.0
+ORIGIN_VERSION = 160000
+
+
+async def open_streaming(
+    settings: Settings, conninfo: str, broker: Broker, stats: BridgeStats, facts: StartFacts
+) -> Streaming:
+    """Take slot and fence and set up the stages; SlotInUse where another bridge streams."""
+    async with AsyncExitStack() as resources:
+        opening = _Opening(settings, conninfo, broker, stats, resources)
+        point, pipeline = await opening.open(facts)
+        # What was opened stays open: the stretch closes it.
+        return Streaming(settings, broker, stats, point, pipeline, resources.pop_all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Postgres:
+    """What the stages need to know of the server."""
+
+    version: int
+    is_utf8: bool
+    """PostgreSQL converts and checks text in every encoding but SQL_ASCII."""
+
+
+class _Opening:
+    """The steps of a start, in order; `resources` closes what they open."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        conninfo: str,
+        broker: Broker,
+        stats: BridgeStats,
+        resources: AsyncExitStack,
+    ) -> None:
+        self._settings = settings
+        self._conninfo = conninfo
+        self._broker = broker
+        self._stats = stats
+        self._resources = resources
+        self._catalog = Catalog(conninfo)
+        self._slot = Slot(self._catalog, name=settings.slot, publication=settings.pub)
+        self._schemas = SchemaStore(broker.schemas, source=settings.slot, as_json=settings.json)
+
+    async def open(self, facts: StartFacts) -> tuple[ResumePoint, Pipeline]:
+        settings, stats = self._settings, self._stats
+        self._resources.push_async_callback(self._catalog.close)
+        async with _answering():
+            postgres = await self._check_postgres()
+            await self._slot.require_free()
+        catalog = Catalog(self._conninfo)
+        self._resources.push_async_callback(catalog.close)
+        publication = PublicationReader(catalog, settings.pub, postgres.version)
+        stored_schemas = await self._load_schemas(publication)
+        async with _answering():
+            created_at = await self._slot.create_if_missing(
+                postgres.version, failover=settings.failover
+            )
+            if created_at is not None:
+                facts.slot_created_at = created_at
+            connection = await ReplicationConnection.connect(self._conninfo)
+            self._resources.push_async_callback(connection.close)
+            server = await connection.identify()
+            stats.database = server.database
+            await self._slot.start(connection, settings.origin)
+        stats.slot_active = True
+        self._resources.callback(self._note_released)
+        foreign = {
+            token
+            for token, document in stored_schemas.items()
+            if document.get("source") != settings.slot
+        }
+        try:
+            async with connection.kept_alive(settings.status_interval):
+                point = await ResumePoint.find(
+                    self._broker, settings, self._slot, server, foreign.__contains__, facts
+                )
+                self._resources.push_async_callback(point.stream.close)
+                pipeline = await self._build(
+                    postgres, connection, publication, point, stored_schemas
+                )
+        except DataAtRiskError:
+            created_at = facts.slot_created_at
+            if created_at is not None and await self._slot.position() == created_at:
+                # It would hold back WAL until an operator has decided, and nobody reads it.
+                await connection.close()
+                await self._slot.drop()
+            raise
+        return point, pipeline
+
+    def _note_released(self) -> None:
+        self._stats.slot_active = self._stats.is_ready = False
+
+    async def _check_postgres(self) -> _Postgres:
+        """Refuse what cannot be streamed from; a lost slot is dropped where a gap is accepted."""
+        settings = self._settings
+        connection = await connect_catalog(self._conninfo)
+        try:
+            info = connection.info
+            postgres = _Postgres(
+                info.server_version, info.parameter_status("server_encoding") != "SQL_ASCII"
+            )
+            self._stats.postgres_version = str(info.parameter_status("server_version") or "")
+            findings = await check_postgres(
+                connection,
+                slot=settings.slot,
+                publication=settings.pub,
+                warn_bytes=settings.wal_warning,
+                try_decoding=False,
+            )
+            lost = next((f for f in findings if f.code == "slot-lost"), None)
+            if lost is not None:
+                if settings.on_gap != "new-epoch":
+                    raise DataAtRiskError(
+                        f"{lost.what}; changes since its position are lost: start with "
+                        "--on-gap=new-epoch to replace the slot and have consumers bootstrap again"
+                    )
+                event(log, "replacing a lost slot", level=logging.WARNING, reason=lost.what)
+                await connection.execute(
+                    "SELECT pg_catalog.pg_drop_replication_slot(%s)", [settings.slot]
+                )
+            raise_if_blocked(f for f in findings if f.code != "slot-lost")
+        except DriverError as error:
+            raise explain(error, "PostgreSQL cannot be looked at") from error
+        finally:
+            await connection.close()
+        if settings.origin == "none" and postgres.version < ORIGIN_VERSION:
+            raise SourceError("--origin none needs PostgreSQL 16 or later; leave it out here")
+        return postgres
+
+    async def _load_schemas(self, publication: PublicationReader) -> dict[str, Document]:
+        """All schema documents; TableTaken if another source has one of our tables."""
+        stored = await self._schemas.load()
+        if any(one.get("source") != self._settings.slot for one in stored.values()):
+            for schema, table in await publication.tables():
+                self._schemas.refuse_foreign(stored.get(table_token(schema, table)))
+        return stored
+
+    async def _build(
+        self,
+        postgres: _Postgres,
+        connection: ReplicationConnection,
+        publication: PublicationReader,
+        point: ResumePoint,
+        stored_schemas: Mapping[str, Document],
+    ) -> Pipeline:
+        settings, stats, broker = self._settings, self._stats, self._broker
+        source = Source(
+            name=settings.slot,
+            epoch=point.choose_epoch(settings.slot, may_begin_new=settings.on_gap == "new-epoch"),
+            publication=settings.pub,
+            subjects=settings.subjects,
+            as_json=settings.json,
+        )
+        confirmation = point.confirmation(broker.bridge, source)
+        stats.epoch = source.epoch
+        stats.mode = point.stream.mode
+        stats.confirmed_lsn = max(stats.confirmed_lsn, point.slot_lsn)
+        coverage_store = CoverageStore(broker.client, broker.bridge, source)
+        known = await coverage_store.load()
+        if known is None:
+            # An epoch begins: its snapshots will hold what is covered now.
+            known = await read_coverage(publication)
+        registry = SchemaRegistry(
+            source=source,
+            catalog=self._catalog,
+            stored=stored_schemas,
+            announced=point.record.schemas,
+            floors={token: one.schema_version for token, one in known.items() if one.is_gone},
+        )
+        tables = PublishedTables(
+            catalog=self._catalog,
+            publication=publication,
+            registry=registry,
+            store=self._schemas,
+            confirmed_lsn=lambda: confirmation.lsn,
+        )
+        ring: Ring[Item] = Ring(settings.ring_slots, settings.ring_bytes)
+        stats.ring_capacity = settings.ring_slots
+        stats.ring_max_bytes = ring.max_bytes
+        encoder: Encoder = JsonEncoder() if source.as_json else MsgpackEncoder()
+        reader = WalReader(
+            connection=connection,
+            assembler=self._assembler(source, encoder, point),
+            ring=ring,
+            stats=stats,
+            compile_relation=_RelationCompiler(tables, source, encoder, postgres.is_utf8),
+            confirmed_lsn=lambda: confirmation.lsn,
+            status_interval=settings.status_interval,
+        )
+        outage = Outage(broker.client, stats, settings.nats_away_limit)
+        publisher = Publisher(
+            ring=ring,
+            reader=reader,
+            stream=point.stream,
+            confirmation=confirmation,
+            preparation=Preparation(
+                registry=registry,
+                schemas=self._schemas,
+                objects=ObjectWriter(broker.objects),
+                source=source,
+                outage=outage,
+            ),
+            outage=outage,
+            limits=Limits(settings.batch_events, settings.batch_bytes),
+            stats=stats,
+        )
+        coverage = CoverageWatch(
+            source=source,
+            publication=publication,
+            store=coverage_store,
+            tables=tables,
+            writer=publisher,
+            log=reader,
+            known=known,
+        )
+        snapshots = self._snapshots(source, tables)
+        return Pipeline(self._slot, connection, reader, publisher, tables, coverage, snapshots)
+
+    def _assembler(self, source: Source, encoder: Encoder, point: ResumePoint) -> Assembler:
+        settings, broker = self._settings, self._broker
+        headers = f"Content-Type: {encoder.content_type}\r\n".encode()
+        compress = None
+        if settings.zstd_events:
+            compress = EventCompressor(DictionaryStore(broker.dictionaries), headers)
+            self._resources.push_async_callback(compress.close)
+        return Assembler(
+            source=source.name,
+            epoch=source.epoch,
+            subjects=source.subjects,
+            encoder=encoder,
+            resume=point.continuity.resume,
+            pack=settings.pack,
+            max_payload=broker.client.max_payload,
+            objects_bucket=source.subjects.objects_bucket,
+            headers=headers,
+            compress=compress,
+        )
+
+    def _snapshots(self, source: Source, tables: PublishedTables) -> SnapshotService:
+        settings, client = self._settings, self._broker.client
+        return SnapshotService(
+            nc=client,
+            js=client.jetstream(),
+            subjects=source.subjects,
+            conninfo=self._conninfo,
+            nats_access={
+                name: value for name, value in vars(settings).items() if name.startswith("nats_")
+            },
+            source=source.name,
+            epoch=source.epoch,
+            publication=source.publication,
+            as_json=source.as_json,
+            zstd=settings.zstd,
+            stats=self._stats,
+            ensure_schema=tables.ensure_schema,
+            workers=settings.snapshot_workers,
+            chunk_rows=settings.snapshot_chunk_rows,
+            wait_limit=settings.snapshot_wait,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _RelationCompiler:
+    """Gives a relation of the log its schema version and its row writers."""
+
+    tables: PublishedTables
+    source: Source
+    encoder: Encoder
+    is_utf8: bool
+
+    async def __call__(self, message: Relation, commit_lsn: int) -> CompiledRelation:
+        structure, types, version, notice = await self.tables.from_log(message, commit_lsn)
+        source = self.source
+        return CompiledRelation(
+            structure, types, version, notice,
+            source=source.name, epoch=source.epoch, subjects=source.subjects,
+            encoder=self.encoder, json_messages=source.as_json, utf8=self.is_utf8,
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def _answering() -> AsyncIterator[None]:
+    """A server that accepts connections and answers nothing is tried again later."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            yield
+    except TimeoutError as error:
+        raise Retryable("PostgreSQL does not answer") from error

@@ -1,0 +1,155 @@
+"""One stretch of streaming: from taking the slot to losing or releasing it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from bridge.postgres.errors import ReplicationRefused
+from consumer_sdk.transport.logfmt import event
+from consumer_sdk.wire.lsn import format_lsn
+
+if TYPE_CHECKING:
+    from bridge.config import Settings
+    from bridge.jetstream.broker import Broker
+    from bridge.postgres.connection import ReplicationConnection
+    from bridge.postgres.slot import Slot
+    from bridge.publish.publisher import Publisher
+    from bridge.publish.reader import WalReader
+    from bridge.publish.resume_point import ResumePoint
+    from bridge.schemas.coverage_watch import CoverageWatch
+    from bridge.schemas.tables import PublishedTables
+    from bridge.snapshot.coordinator.service import SnapshotService
+    from bridge.telemetry.stats import BridgeStats
+
+log = logging.getLogger("bridge.streaming")
+
+SCHEMAS_SECONDS = 3.0
+
+
+class Stage(Enum):
+    """How far a stretch of streaming has come; only onwards."""
+
+    OPENED = auto()
+    STREAMING = auto()
+    DRAINING = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The stages of one stretch."""
+
+    slot: Slot
+    connection: ReplicationConnection
+    reader: WalReader
+    publisher: Publisher
+    tables: PublishedTables
+    coverage: CoverageWatch
+    snapshots: SnapshotService
+
+
+class Streaming:
+    """Streams once: `begin`, `run` until `drain` was called or something fails, `close`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        broker: Broker,
+        stats: BridgeStats,
+        resume_point: ResumePoint,
+        pipeline: Pipeline,
+        resources: AsyncExitStack,
+    ) -> None:
+        self._settings = settings
+        self._broker = broker
+        self._stats = stats
+        self._resume_point = resume_point
+        self._pipeline = pipeline
+        self._resources = resources
+        self._stage = Stage.OPENED
+
+    async def begin(self) -> None:
+        """Say in the stream where it goes on, and take requests for snapshots."""
+        pipeline, point = self._pipeline, self._resume_point
+        async with pipeline.connection.kept_alive(self._settings.status_interval):
+            await pipeline.publisher.announce(point.known_lsn, point.server.flushed_lsn, point.gap)
+            await pipeline.snapshots.start()
+            self._resources.push_async_callback(pipeline.snapshots.stop)
+        resume = point.continuity.resume
+        event(
+            log, "streaming starts", slot=self._settings.slot, publication=self._settings.pub,
+            epoch=self._stats.epoch, slot_lsn=format_lsn(point.slot_lsn),
+            after=format_lsn(resume.commit_lsn), next_seq=resume.next_seq,
+            mode=point.stream.mode,
+        )  # fmt: skip
+        self._stage = Stage.STREAMING
+
+    async def run(self) -> None:
+        """Stream until `drain` was called and is done; any trouble ends it with its reason."""
+        pipeline = self._pipeline
+        reader, publisher = pipeline.reader, pipeline.publisher
+        interval = self._settings.wal_check_interval
+        try:
+            async with asyncio.TaskGroup() as group:
+                helpers = [
+                    group.create_task(reader.report()),
+                    group.create_task(pipeline.tables.store_new(interval)),
+                    group.create_task(self._become_ready()),
+                    group.create_task(pipeline.coverage.run(interval)),
+                    group.create_task(
+                        pipeline.slot.watch_silence(
+                            pipeline.connection, lambda: reader.silent_seconds
+                        )
+                    ),
+                    group.create_task(self._broker.watch_buckets()),
+                ]
+                publishing = group.create_task(publisher.run())
+                await group.create_task(reader.run())
+                publisher.drain()
+                async with asyncio.timeout(self._settings.drain_timeout):
+                    await publishing
+                    await publisher.finish()
+                for task in helpers:
+                    task.cancel()
+                reader.send_status()
+        except* ReplicationRefused as group_error:
+            refused = _first(group_error, ReplicationRefused)
+            raise pipeline.slot.explain(refused) from group_error
+        self._stage = Stage.FINISHED
+
+    async def _become_ready(self) -> None:
+        """Ready means that consumers find the schemas; a locked table delays it only briefly."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SCHEMAS_SECONDS):
+                await self._pipeline.tables.were_stored.wait()
+        self._stats.is_ready = True
+
+    def connection_lost(self) -> None:
+        """NATS is not connected any more, for a moment or for longer."""
+        self._pipeline.publisher.connection_lost()
+
+    def drain(self) -> None:
+        """Stop reading, publish what was read, confirm it."""
+        if self._stage is Stage.STREAMING:
+            self._stage = Stage.DRAINING
+            self._pipeline.reader.stop()
+
+    async def close(self) -> None:
+        """Release slot and connections."""
+        if self._stage is Stage.FINISHED:
+            await self._pipeline.connection.finish()
+        await self._resources.aclose()
+
+
+def _first(group: BaseExceptionGroup[Any], kind: type[Any]) -> Any:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            return _first(error, kind)
+        if isinstance(error, kind):
+            return error
+    raise AssertionError(group)
