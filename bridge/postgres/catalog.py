@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+from psycopg import sql
 
 from bridge.errors import Retryable
 from bridge.events.values import ColumnType
@@ -209,6 +210,16 @@ class Catalog:
             return None
         relation_id, replica_identity = found[0]
         return await self.table_by_id(relation_id, replica_identity)
+
+
+def quoted(*names: str) -> str:
+    """Names as SQL identifiers, joined by dots."""
+    return sql.Identifier(*names).as_string(None)
+
+
+def literal(text: str) -> str:
+    """A text as an SQL literal."""
+    return sql.Literal(text).as_string(None).strip()
 
 
 def _names(index: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:

@@ -106,12 +106,22 @@ def _require_hosts(hosts: str, where: str) -> None:
         raise SettingsError(f"{where}: its host has an @; in a password write it as %40")
 
 
+def conninfo_parts(conninfo: str) -> dict[str, Any]:
+    """The parameters of a connection string, by name."""
+    return conninfo_to_dict(conninfo)
+
+
+async def connect(conninfo: str, **parameters: Any) -> CatalogConnection:
+    """An ordinary connection in autocommit mode; errors of the driver pass through."""
+    return await psycopg.AsyncConnection.connect(
+        conninfo, autocommit=True, prepare_threshold=None, **parameters
+    )
+
+
 async def connect_catalog(conninfo: str) -> CatalogConnection:
-    """An ordinary connection in autocommit mode."""
+    """The same; an error says what to do."""
     try:
-        return await psycopg.AsyncConnection.connect(
-            conninfo, autocommit=True, prepare_threshold=None
-        )
+        return await connect(conninfo)
     except psycopg.Error as error:
         raise explain(error, "cannot connect to PostgreSQL") from error
 

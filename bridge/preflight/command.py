@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 import nats.errors
-from psycopg.conninfo import conninfo_to_dict
 
 from bridge.errors import BrokerError, Retryable
 from bridge.jetstream.link import open_link, options_of, probe
 from bridge.jetstream.streams import ApiError
-from bridge.postgres.connection import conninfo_of
+from bridge.postgres.connection import conninfo_of, conninfo_parts
 from bridge.postgres.errors import DriverError
 from bridge.preflight.continuity import SlotPosition, check_continuity, read_slot_position
 from bridge.preflight.findings import Finding, exit_code, format_json, format_text, problem
@@ -156,7 +155,7 @@ def _unusable(what: str, fix: str) -> Finding:
 
 async def _setup(settings: Settings) -> str:
     conninfo = conninfo_of(settings)
-    parts = conninfo_to_dict(conninfo)
+    parts = conninfo_parts(conninfo)
     publication = settings.pub or "tailrace"
     tables: list[tuple[str, str]] = []
     exists = False

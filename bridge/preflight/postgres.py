@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import psycopg
-from psycopg.conninfo import conninfo_to_dict
-
 from bridge.errors import SourceError
+from bridge.postgres.connection import connect, conninfo_parts
 from bridge.postgres.errors import (
     INVALID_AUTHORIZATION,
     INVALID_PASSWORD,
@@ -76,9 +74,8 @@ async def check_postgres(
 async def connect_for_check(conninfo: str) -> CatalogConnection | Finding:
     """A connection for the checks, or the finding that says why there is none."""
     try:
-        return await psycopg.AsyncConnection.connect(
+        return await connect(
             conninfo,
-            autocommit=True,
             connect_timeout=10,
             application_name="bridge check",
             client_encoding="utf8",
@@ -90,9 +87,7 @@ async def connect_for_check(conninfo: str) -> CatalogConnection | Finding:
 async def check_replication_connection(conninfo: str) -> list[Finding]:
     """Open a replication connection and close it again."""
     try:
-        connection = await psycopg.AsyncConnection.connect(
-            conninfo, autocommit=True, connect_timeout=10, replication="database"
-        )
+        connection = await connect(conninfo, connect_timeout=10, replication="database")
     except DriverError as error:
         return [
             problem(
@@ -144,7 +139,7 @@ def unreadable(error: DriverError) -> Finding:
 def _unreachable(conninfo: str, error: DriverError) -> Finding:
     text = one_line(error)
     fix = _FIXES.get(sqlstate_of(error), _FIX_ADDRESS)
-    secret = str(conninfo_to_dict(conninfo).get("password") or "")
+    secret = str(conninfo_parts(conninfo).get("password") or "")
     if secret:
         text = text.replace(secret, "***")
     return problem(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bridge.postgres.catalog import quoted
 from bridge.preflight.findings import Finding, ok, problem, warning
-from bridge.preflight.setup_sql import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

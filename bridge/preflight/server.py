@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bridge.postgres.catalog import quoted
 from bridge.preflight.findings import Finding, ok, problem, warning
-from bridge.preflight.setup_sql import quoted
 from bridge.telemetry.wal_monitor import format_duration
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from psycopg import sql
+from bridge.postgres.catalog import literal, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,16 +42,6 @@ def setup_sql(
     if creates_publication:
         lines += ["", "-- what is streamed", *_create_publication(publication, tables)]
     return "\n".join(lines) + "\n"
-
-
-def quoted(*names: str) -> str:
-    """Names as SQL identifiers, joined by dots."""
-    return sql.Identifier(*names).as_string(None)
-
-
-def literal(text: str) -> str:
-    """A text as an SQL literal."""
-    return sql.Literal(text).as_string(None).strip()
 
 
 def _create_role(role: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bridge.postgres.catalog import literal, quoted
 from bridge.postgres.errors import (
     INSUFFICIENT_PRIVILEGE,
     OBJECT_IN_USE,
@@ -13,7 +14,6 @@ from bridge.postgres.errors import (
     sqlstate_of,
 )
 from bridge.preflight.findings import Finding, ok, problem, warning
-from bridge.preflight.setup_sql import literal, quoted
 from bridge.telemetry.wal_monitor import format_bytes
 
 if TYPE_CHECKING:
