@@ -113,7 +113,7 @@ _SLOT_NAME = re.compile(r"[a-z0-9_]{1,63}\Z")
 
 
 def check_together(settings: Settings) -> None:
-    """Refuse values that are of the right kind and still cannot be."""
+    """Refuse values that cannot work, although each is of the right kind."""
     if settings.slot and _SLOT_NAME.match(settings.slot) is None:
         raise SettingsError(
             f"{settings.where('slot')}: {settings.slot!r} is not a slot name; "
@@ -337,7 +337,7 @@ class Settings:
     origins: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def outranks(self, part: str, whole: str) -> bool:
-        """Whether a setting was given closer at hand than the one it is a part of."""
+        """Whether `part` comes from a stronger origin than `whole`, of which it is a part."""
         return _rank(self.origins.get(part)) > _rank(self.origins.get(whole))
 
     def where(self, name: str) -> str:
@@ -422,12 +422,12 @@ def load(
 
 
 def misspelled(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """Variables that are no setting but look much like one, and the one meant."""
+    """Unknown variables that resemble a setting, each with the setting's variable."""
     known = [name for item in definitions() for name in environment_names(item)]
     known.append("BRIDGE_CONFIG")
     found = []
     for name in sorted(set(os.environ if environ is None else environ) - set(known)):
-        # What else begins so belongs to others: Kubernetes names its services in this manner.
+        # Other variables with this prefix are not ours: Kubernetes names services like this.
         if name.startswith("BRIDGE_"):
             found += [(name, near) for near in get_close_matches(name, known, n=1, cutoff=0.85)]
     return found

@@ -253,7 +253,7 @@ class Service:
             except (SourceError, BrokerError) as error:
                 if isinstance(error, TableTaken | UnknownToLog) or not self._stretches:
                     raise
-                # It worked before: revoked rights or a stream in repair can come back.
+                # It has worked before: rights may be granted again, a stream may be repaired.
                 self._note(str(error), level=logging.ERROR)
                 await self._backoff.wait(at_least=REPAIR_SECONDS)
 
@@ -298,7 +298,7 @@ class Service:
                 state = await stream_state(self._client, self._settings.subjects.cdc_stream)
             except (ApiError, Retryable):
                 continue
-            # Without a stream there is something to decide, not something to wait for.
+            # A missing stream does not come back by waiting: the next start decides.
             if state is None or state.has_room:
                 return
 

@@ -139,7 +139,7 @@ class _Opening:
         except DataAtRiskError:
             created_at = facts.slot_created_at
             if created_at is not None and await self._slot.position() == created_at:
-                # It would hold back WAL until an operator has decided, and nobody reads it.
+                # Nobody reads it before an operator has decided; it would only hold back WAL.
                 await connection.close()
                 await self._slot.drop()
             raise
@@ -216,7 +216,7 @@ class _Opening:
         coverage_store = CoverageStore(broker.client, broker.bridge, source)
         known = await coverage_store.load()
         if known is None:
-            # An epoch begins: its snapshots will hold what is covered now.
+            # A new epoch: its snapshots will hold what the publication covers now.
             known = await read_coverage(publication)
         registry = SchemaRegistry(
             source=source,

@@ -26,9 +26,9 @@ SELECT oid::int8, typtype, typbasetype::int8, typcategory, typelem::int8, typdel
 FROM pg_catalog.pg_type WHERE oid = ANY(%s::oid[])
 """
 
-# Expressions may be of any length and as many as columns, a message may not. Told the table that
-# an expression is of, pg_get_expr would wait for its locks, and before version 18 take the square
-# of the number of columns; only that of a generated column, which is no default, names others.
+# Defaults are cut, because a schema document must fit into one message. pg_get_expr is not given
+# the table: it would wait for the table's locks, and before version 18 its time grows with the
+# square of the number of columns. It needs the table only for generated columns, left out here.
 _ATTRIBUTES = """
 SELECT a.attname, a.attnotnull,
        CASE WHEN a.attgenerated = '' THEN pg_catalog.left(
@@ -44,7 +44,7 @@ WHERE a.attrelid = %s::oid AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attnum
 """
 
-# An index that is not checked at once is no replica identity.
+# A deferrable index cannot be a replica identity.
 _PRIMARY_KEY = """
 SELECT a.attname, i.indimmediate AND i.indisvalid, i.indimmediate
 FROM pg_catalog.pg_index i
@@ -80,7 +80,7 @@ class CatalogColumn:
     type_modifier: int
     is_generated: bool
     is_backfilled: bool
-    """Rows from before the column was added, or published, have a value that was never logged."""
+    """Whether older rows have a value in the column that was never logged."""
     number: int
     """Its attnum, which is never used twice."""
 
@@ -100,7 +100,7 @@ class CatalogTable:
 
 
 class Catalog:
-    """Answers about tables and types over one connection; a lost one raises Retryable."""
+    """Answers questions about tables and types over one connection; Retryable if that is lost."""
 
     def __init__(self, conninfo: str) -> None:
         self._conninfo = conninfo
@@ -188,7 +188,7 @@ class Catalog:
             CatalogColumn(name, not not_null, default, *facts)
             for name, not_null, default, *facts, _ in attributes
         )
-        # A partitioned table has no storage of its own that could tell of a rewrite.
+        # A partitioned table has no file of its own.
         filenode = (attributes[0][-1] or None) if attributes else None
         identity: tuple[str, ...] = ()
         if replica_identity == "d":

@@ -100,8 +100,8 @@ def _options(settings: Mapping[str, str], before: str = "") -> str:
 
 
 def _require_hosts(hosts: str, where: str) -> None:
-    """libpq takes what follows the first @ for the host, be it the rest of a password."""
-    # One in front names an abstract socket.
+    """libpq takes everything after the first @ for the host, also the rest of a password."""
+    # A host that begins with @ is an abstract socket.
     if any("@" in host.strip()[1:] for host in hosts.split(",")):
         raise SettingsError(f"{where}: its host has an @; in a password write it as %40")
 
@@ -119,7 +119,7 @@ async def connect(conninfo: str, **parameters: Any) -> CatalogConnection:
 
 
 async def connect_catalog(conninfo: str) -> CatalogConnection:
-    """The same; an error says what to do."""
+    """An ordinary connection in autocommit mode; an error says what the operator must do."""
     try:
         return await connect(conninfo)
     except psycopg.Error as error:
@@ -128,7 +128,7 @@ async def connect_catalog(conninfo: str) -> CatalogConnection:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What IDENTIFY_SYSTEM and the timeline's history tell."""
+    """A server as IDENTIFY_SYSTEM and TIMELINE_HISTORY describe it."""
 
     system_id: str
     timeline: int
@@ -151,8 +151,8 @@ class ReplicationConnection:
         self.get_copy_data = pgconn.get_copy_data
         self._closed = False
         self._waiting: asyncio.Future[None] | None = None
-        self._watched = -1
-        """The socket as long as the event loop looks after it, else -1."""
+        self._watched: int | None = None
+        """The socket while the event loop watches it."""
 
     @classmethod
     async def connect(cls, conninfo: str) -> ReplicationConnection:
@@ -263,11 +263,11 @@ class ReplicationConnection:
     async def wait_readable(self) -> None:
         """Wait for more from the server, or for `wake`.
 
-        Call only after everything buffered was taken. The socket stays with the event loop between
-        two waits, unless more comes than anybody waits for.
+        Call only after everything buffered was taken. The event loop keeps watching the socket
+        between two waits, until data comes that nobody waits for.
         """
         self._waiting = self._loop.create_future()
-        if self._watched < 0:
+        if self._watched is None:
             self._watched = self._pgconn.socket
             self._loop.add_reader(self._watched, self._note_readable)
         try:
@@ -287,14 +287,14 @@ class ReplicationConnection:
             self._waiting.set_result(None)
 
     def unwatch(self) -> None:
-        """Take the socket from the event loop.
+        """Let the event loop watch the socket no longer.
 
-        Whoever sees libpq fail does so at once: the socket is closed by then, and the next
-        connection's may have the same number.
+        Must be called as soon as libpq fails: it has closed the socket, and the next connection
+        may get the same descriptor.
         """
-        if self._watched >= 0:
+        if self._watched is not None:
             self._loop.remove_reader(self._watched)
-            self._watched = -1
+            self._watched = None
 
     def consume_input(self) -> None:
         """Move what the socket holds into libpq's buffer."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bridge.postgres.publication import PublicationReader
 
 SHAPES = 4
-"""So many descriptions of a table are remembered."""
+"""The most column digests that are kept of a table."""
 
 _ALWAYS = ("schema", "table", "publication", "operations", "relation_id")
 
@@ -88,7 +88,7 @@ FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamesp
 WHERE c.oid = %s::oid
 """
 
-# Rows inserted through the root are younger than the attachment, and published.
+# Rows inserted through the root after the attachment are published.
 _ATTACHED_ROWS = """
 SELECT EXISTS (
     SELECT 1 FROM ONLY {leaf} AS l
@@ -107,7 +107,7 @@ class Covered:
     schema: str
     table: str
     publication: int
-    """Its OID, 0 where another publication is read now: it covers the log from the start."""
+    """Its OID; 0 if the saved coverage is of another publication than the one that is read now."""
     operations: str
     relation_id: int
     altered: list[int] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Covered:
     """The transaction that has last changed name, schema or owner of its row type, and its
     owner."""
     entries: list[int] = field(default_factory=list)
-    """What makes it a part of the publication: others after it left and came back."""
+    """OIDs of the rows of pg_publication_rel and pg_publication_namespace that publish it."""
     row_filter: str | None = None
     columns: str | None = None
     toast: int = 0
@@ -134,9 +134,9 @@ class Covered:
     changed_by: dict[str, int] = field(default_factory=dict, compare=False)
     """The transactions that have last changed the partitions; not remembered."""
     is_gone: bool = False
-    """Whether it was published once and is not any more."""
+    """Whether it is not published any more."""
     schema_version: int = 0
-    """The last version that it had before it went."""
+    """The last schema version of a table that is not published any more."""
 
     @classmethod
     def gone(cls, schema_version: int) -> Self:
@@ -157,13 +157,13 @@ class Covered:
         return covered
 
     def remember(self, before: Covered) -> None:
-        """Keep what an earlier look has seen of the columns."""
+        """Keep the column digests that were read before, up to a limit."""
         older = {shape: one for shape, one in before.shapes.items() if shape not in self.shapes}
         self.shapes = dict([*older.items(), *self.shapes.items()][-SHAPES:])
 
     @property
     def document(self) -> dict[str, Any]:
-        """The same for KV, where there is little room: what is empty is left out."""
+        """The coverage as KV holds it; empty fields are left out to save room."""
         document = asdict(self)
         del document["changed_by"]
         return {name: value for name, value in document.items() if value or name in _ALWAYS}
@@ -216,7 +216,7 @@ async def read_coverage(publication: PublicationReader) -> Coverage:
 
 
 async def has_attached_rows(catalog: Catalog, leaf: str) -> bool:
-    """Whether a partition holds rows from before it was one; True where nobody can tell."""
+    """Whether a partition holds rows older than its attachment; True if that is unknown."""
     try:
         described = await catalog.rows(_LEAF, [leaf])
         if not described or not described[0][1]:

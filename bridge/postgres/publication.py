@@ -76,8 +76,8 @@ _PARTS_15 = {
     "listed": "CASE WHEN r.prattrs IS NOT NULL THEN t.attnames::text[] END",
 }
 
-# An identity index counts only if it is valid and checked at once. For a partitioned table it is
-# the identity of each leaf that PostgreSQL looks at.
+# An identity index must be valid and not deferrable. For a partitioned table PostgreSQL uses the
+# identity of each leaf.
 _IDENTITIES = """
 SELECT o.relid::int8, n.nspname, l.relname, l.relreplident,
        CASE l.relreplident
@@ -105,7 +105,7 @@ _TABLE_NAMES = """
 SELECT schemaname, tablename FROM pg_catalog.pg_publication_tables WHERE pubname = %s
 ORDER BY schemaname, tablename
 """
-# Before version 15 every column is published, before 18 none that is generated, though 15 lists it.
+# Version 14 publishes all columns. Generated ones are published since 18, though listed since 15.
 _COLUMN_NAMES = """
 SELECT ARRAY(
     SELECT a.attname::text FROM pg_catalog.pg_attribute a
@@ -117,7 +117,7 @@ JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
 WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s AND t.attnames IS NOT NULL
 """
 
-# Who holds a lock that no reader gets past, or waits for one ahead of us.
+# Sessions that hold an ACCESS EXCLUSIVE lock, or wait for one before us.
 _LOCKERS = """
 SELECT DISTINCT n.nspname, c.relname, l.pid,
        concat_ws(', ', nullif(a.usename, ''), nullif(a.application_name, ''), a.state)

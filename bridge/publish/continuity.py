@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Continuity:
-    """How to go on: after what, and what is broken, if anything."""
+    """The decision: after what to resume, and the reason of a gap, if there is one."""
 
     resume: Resume
     gap: str | None = None

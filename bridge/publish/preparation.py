@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Preparation:
-    """Turns items into messages that may go out."""
+    """Stores what an item's message refers to, then gives the message."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Preparation:
         version = document["schema_version"]
         subject = self._source.subjects.change(notice.token, "schema")
         msg_id = message_id(document["lsn"], notice.token, "schema", version, document["epoch"])
-        # Announcing a version again later must not fall to deduplication.
+        # A version may be announced again later; deduplication must not drop that message.
         unique = f"{msg_id}-{time.time_ns():x}"
         payload = encode(
             {

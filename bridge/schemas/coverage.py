@@ -69,7 +69,7 @@ def _differences(before: Covered, now: Covered) -> Iterator[str]:
         yield ABSENT
     if before.toast and now.toast not in (0, before.toast) and _last(before) == _last(now):
         yield "it was rewritten, and may have been unlogged for a while"
-    # Readers know a new description by its schema version; one that returns has its old version.
+    # Readers see new columns by a new schema version. Columns that return have their old version.
     for shape, (numbers, touched, filenode) in now.shapes.items():
         were = before.shapes.get(shape, [numbers, touched, filenode])
         if were[0] != numbers:
@@ -79,12 +79,12 @@ def _differences(before: Covered, now: Covered) -> Iterator[str]:
 
 
 def _is_touched(before: list[int], now: list[int]) -> bool:
-    """Whether a transaction has changed something, and nothing shows that it was another thing."""
+    """Whether a transaction has written something that is now the same as before."""
     return before[:1] != now[:1] and before[1:] == now[1:]
 
 
 def _last(covered: Covered) -> str | None:
-    """The newest description of a table."""
+    """Digest of the newest names and types of a table's columns."""
     return next(reversed(covered.shapes), None)
 
 

@@ -39,9 +39,9 @@ log = logging.getLogger("bridge.coverage")
 POLL_SECONDS = 5.0
 MOST_REASONS = 20
 MOST_GONE = 20_000
-"""So many tables that are not published any more are remembered, those that went last."""
+"""The most tables that are remembered after they left the publication; the newest are kept."""
 LARGE_BYTES = 32 * 1024
-"""What is larger is compressed: thousands of tables must fit into one message."""
+"""A larger document is compressed, so that thousands of tables fit into one message."""
 _POSITION = """
 SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
              ELSE pg_catalog.pg_current_wal_lsn() END)::text
@@ -57,7 +57,7 @@ class GapWriter(Protocol):
 
 
 class TruncationLog(Protocol):
-    """Knows what was truncated, as far as the log was read."""
+    """Knows the TRUNCATEs that were read from the log."""
 
     def has_truncated(self, token: str, xid: int) -> bool:
         """Whether the log has a TRUNCATE of the whole table by a transaction."""
@@ -138,7 +138,7 @@ class CoverageWatch:
         self._saved: Coverage | None = None
 
     async def run(self, interval: float) -> None:
-        """Look every `interval` seconds, or every few; a look that fails is made again later."""
+        """Compare every `interval` seconds, at most every few; a failure is tried again then."""
         while True:
             await stay_cancelled()
             try:
@@ -151,7 +151,7 @@ class CoverageWatch:
         known, stored = self._known, self._tables.stored_tokens()
         found = await read_coverage(self._publication)
         if any(rewritten(known[token], found[token]) for token in known.keys() & found.keys()):
-            # A TRUNCATE of the whole table does that too: see whether the log tells of one.
+            # A TRUNCATE of the whole table gives new files too: read the log up to here first.
             await self._writer.report(await self._position(), None)
         changes = await unlogged_changes(
             known,

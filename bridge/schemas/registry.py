@@ -47,7 +47,7 @@ class _Versions:
     stored: tuple[int, int] = (0, 0)
     """Epoch and version of the document in KV, zeros for none."""
     floor: int = 0
-    """A version that was given out and of which no document is left."""
+    """The highest version that was given out and has no document any more."""
 
     @property
     def newest_version(self) -> int:
@@ -99,7 +99,7 @@ class SchemaRegistry:
         self._versions[token].stored = (0, 0)
 
     def needs_announcement(self, token: str, version: int) -> bool:
-        """Whether the last schema message in the stream is another one."""
+        """Whether the last schema message in the stream has another version."""
         return self._versions[token].announced != version
 
     def needs_storing(self, token: str, document: Document) -> bool:

@@ -31,7 +31,7 @@ log = logging.getLogger("bridge.tables")
 TABLE_POLL_SECONDS = 5.0
 
 Versioned = tuple[Structure, "list[ColumnType]", int, SchemaNotice | None]
-"""A relation with its types, its version, and what must be said of it before its next row."""
+"""A relation, its types, its version, and the schema message due before its next row."""
 
 
 class PublishedTables:

@@ -188,7 +188,7 @@ class BridgeStats:
         return before is None or before.severity != severity
 
     def clear_warning(self, key: str) -> bool:
-        """Take a warning back; True when there was one."""
+        """Remove a warning; True if there was one."""
         return self.warnings.pop(key, None) is not None
 
     def begin_snapshot(self, snapshot_id: str, table: str) -> SnapshotGauge:

@@ -278,7 +278,7 @@ class WalMonitor:
                 event(log, warning.text, level=level, key=key, remedy=warning.remedy)
 
     async def close(self) -> None:
-        """Close the connection, for those who call `check_once` themselves."""
+        """Close the connection; `run` does so itself."""
         await self._close()
 
     async def _try_check(self, *, with_holders: bool) -> bool:

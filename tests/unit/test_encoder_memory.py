@@ -7,7 +7,7 @@ import sys
 import msgpack
 import pytest
 
-from bridge.allocator import return_large_blocks
+from bridge.cli import return_large_blocks
 from bridge.events.encoder import JsonEncoder, MsgpackEncoder
 
 LARGE = {"data": {"id": 1, "body": "tailrace" * 1_000_000}}
