@@ -36,7 +36,9 @@ from bridge.schemas.coverage_watch import CoverageStore, CoverageWatch
 from bridge.schemas.registry import Document, SchemaRegistry
 from bridge.schemas.store import SchemaStore
 from bridge.schemas.tables import PublishedTables
+from bridge.snapshot.coordinator.requests import SnapshotSettings
 from bridge.snapshot.coordinator.service import SnapshotService
+from bridge.snapshot.messages import ServerAccess
 from bridge.source import Source
 from bridge.streaming import Pipeline, Streaming
 from consumer_sdk.transport.logfmt import event
@@ -295,25 +297,20 @@ class _Opening:
         )
 
     def _snapshots(self, source: Source, tables: PublishedTables) -> SnapshotService:
-        settings, client = self._settings, self._broker.client
+        settings = self._settings
+        nats = {name: value for name, value in vars(settings).items() if name.startswith("nats_")}
         return SnapshotService(
-            nc=client,
-            js=client.jetstream(),
-            subjects=source.subjects,
-            conninfo=self._conninfo,
-            nats_access={
-                name: value for name, value in vars(settings).items() if name.startswith("nats_")
-            },
-            source=source.name,
-            epoch=source.epoch,
-            publication=source.publication,
-            as_json=source.as_json,
-            zstd=settings.zstd,
+            self._broker.client,
+            source,
+            ServerAccess(self._conninfo, nats),
+            SnapshotSettings(
+                workers=settings.snapshot_workers,
+                chunk_rows=settings.snapshot_chunk_rows,
+                wait_limit=settings.snapshot_wait,
+                zstd=settings.zstd,
+            ),
+            schemas=tables,
             stats=self._stats,
-            ensure_schema=tables.ensure_schema,
-            workers=settings.snapshot_workers,
-            chunk_rows=settings.snapshot_chunk_rows,
-            wait_limit=settings.snapshot_wait,
         )
 
 

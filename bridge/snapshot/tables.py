@@ -1,4 +1,4 @@
-"""What the catalogs say about a table to be copied: its columns, filter, storage.
+"""What the catalogs say about a table to be copied: its columns, row filter and heaps.
 
 Two looks at a table are compared to prove that no DDL came between the consistent point and the
 read: a rewrite under an older snapshot reads as an empty table, without an error, and renames and
@@ -7,7 +7,7 @@ added columns show through it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from bridge.events.values import ColumnType
@@ -21,96 +21,6 @@ if TYPE_CHECKING:
 
 PIECE_BYTES: Final = 32 * 1024 * 1024
 FEWEST_BLOCKS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A range of blocks of one heap; an `end` of None means to the end, no `storage` the root."""
-
-    storage: int | None
-    start: int = 0
-    end: int | None = None
-
-
-def cut(shape: TableShape, sizes: Sequence[Size]) -> list[Piece]:
-    """Pieces that together are the whole table, each about as long to copy as the others."""
-    if not all(storage.readable for storage in shape.storages):
-        return [Piece(None)]
-    pieces = []
-    for index, size in enumerate(sizes):
-        # Wide values live outside the heap, but they belong to its blocks.
-        step = size.blocks
-        if size.total_bytes > PIECE_BYTES:
-            step = max(FEWEST_BLOCKS, size.blocks * PIECE_BYTES // size.total_bytes)
-        start = 0
-        while size.blocks - start > step:
-            pieces.append(Piece(index, start, start + step))
-            start += step
-        pieces.append(Piece(index, start, None))
-    return pieces
-
-
-def useful_workers(sizes: Sequence[Size], most: int) -> int:
-    """How many processes a copy of this size can occupy."""
-    total = sum(size.total_bytes for size in sizes)
-    return max(1, min(most, total // PIECE_BYTES + 1))
-
-
-def quote(name: str) -> str:
-    """An identifier for SQL, always in quotes."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def copy_sql(shape: TableShape, piece: Piece) -> str:
-    """COPY of one piece, with the publication's column list and row filter."""
-    conditions = []
-    if piece.storage is None:
-        source = f"{quote(shape.schema)}.{quote(shape.table)}"
-    else:
-        storage = shape.storages[piece.storage]
-        source = f"ONLY {quote(storage.schema)}.{quote(storage.table)}"
-        if piece.start:
-            conditions.append(f"ctid >= '({piece.start},0)'::pg_catalog.tid")
-        if piece.end is not None:
-            conditions.append(f"ctid < '({piece.end},0)'::pg_catalog.tid")
-    if shape.row_filter is not None:
-        conditions.append(f"({shape.row_filter})")
-    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
-    columns = ", ".join(quote(column.name) for column in shape.columns)
-    return f"COPY (SELECT {columns} FROM {source}{where}) TO STDOUT (FORMAT text)"  # noqa: S608
-
-
-def lock_sql(shape: TableShape) -> str:
-    """The lock that keeps every ALTER and TRUNCATE away, on all partitions of a root."""
-    only = "" if shape.partitioned else "ONLY "
-    return f"LOCK TABLE {only}{quote(shape.schema)}.{quote(shape.table)} IN ACCESS SHARE MODE"
-
-
-BLOCK_BYTES: Final = 8192
-
-# Every value as the contract prints it, whatever role and database prefer; row security off turns
-# a silently filtered table into an error. The empty search path makes expressions qualify names.
-SESSION: Final = (
-    ("client_encoding", "UTF8"),
-    ("DateStyle", "ISO"),
-    ("TimeZone", "UTC"),
-    ("IntervalStyle", "postgres"),
-    ("extra_float_digits", "1"),
-    ("bytea_output", "hex"),
-    ("row_security", "off"),
-    ("search_path", ""),
-    ("statement_timeout", "0"),
-    ("lock_timeout", "0"),
-    ("idle_in_transaction_session_timeout", "0"),
-    ("idle_session_timeout", "0"),
-    ("transaction_timeout", "0"),
-)
-
-SESSION_SQL: Final = """
-SELECT set_config(s.name, w.value, false)
-FROM unnest(%s::text[], %s::text[]) AS w(name, value)
-JOIN pg_catalog.pg_settings s ON lower(s.name) = lower(w.name)
-"""
 
 FIND_TABLE: Final = """
 SELECT c.oid, c.relkind, c.relispartition,
@@ -164,7 +74,7 @@ ORDER BY a.attnum
 """
 
 # pg_relation_filenode also answers for mapped relations, and sees through this session's snapshot.
-STORAGE: Final = """
+HEAPS: Final = """
 SELECT n.nspname, c.relname, c.oid, pg_catalog.pg_relation_filenode(c.oid),
        pg_catalog.pg_relation_size(c.oid) / pg_catalog.current_setting('block_size')::int,
        pg_catalog.pg_table_size(c.oid), greatest(c.reltuples, 0)::bigint,
@@ -204,7 +114,7 @@ class CopyColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class Heap:
     """One heap that holds rows of the table: the table itself, or a leaf partition.
 
     A leaf that the bridge may read only through its root is not `readable`.
@@ -218,7 +128,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class HeapSize:
     """How large one heap is, as far as the catalogs know."""
 
     blocks: int
@@ -227,8 +137,8 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class TableShape:
-    """A table as one look at the catalogs finds it; equal shapes read equally."""
+class TableDescription:
+    """A table as one look at the catalogs finds it; equal descriptions read equally."""
 
     schema: str
     table: str
@@ -237,14 +147,14 @@ class TableShape:
     partitioned: bool
     columns: tuple[CopyColumn, ...]
     row_filter: str | None
-    storages: tuple[Storage, ...]
+    heaps: tuple[Heap, ...]
 
     @property
     def name(self) -> str:
         """The table as SQL spells it."""
         return format_table_name(self.schema, self.table)
 
-    def restricted_to(self, names: tuple[str, ...] | None) -> TableShape:
+    def restricted_to(self, names: tuple[str, ...] | None) -> TableDescription:
         """The same table with fewer columns, in the table's own order."""
         if names is None:
             return self
@@ -259,16 +169,21 @@ class TableShape:
         return replace(self, columns=kept)
 
 
-async def set_session(connection: AsyncConnection[Any]) -> None:
-    """Give a session the settings under which values are printed."""
-    names = [name for name, _ in SESSION]
-    values = [value for _, value in SESSION]
-    await connection.execute(SESSION_SQL, [names, values])
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of blocks of one heap; without an `end` up to its end, without a `heap` all of them.
+
+    `heap` is an index of the table's `heaps`.
+    """
+
+    heap: int | None
+    start: int = 0
+    end: int | None = None
 
 
-async def read_shape(
+async def describe_table(
     connection: AsyncConnection[Any], publication: str, schema: str, table: str
-) -> tuple[TableShape, tuple[Size, ...]]:
+) -> tuple[TableDescription, tuple[HeapSize, ...]]:
     """Look at a table; Refused where it is unknown, not published or not readable."""
     name = format_table_name(schema, table)
     found = await (await connection.execute(FIND_TABLE, [schema, table])).fetchone()
@@ -303,12 +218,12 @@ async def read_shape(
             continue
         kind_of = ColumnType(type_oid, modifier, base, element, delimiter)
         columns.append(CopyColumn(number, len(columns) + 1, column, kind_of, text, null))
-    storages = []
+    heaps = []
     sizes = []
-    for row in await (await connection.execute(STORAGE, {"oid": oid})).fetchall():
-        storages.append(Storage(row[0], row[1], row[2], row[3] or 0, row[7]))
-        sizes.append(Size(row[4] or 0, row[5] or 0, row[6]))
-    shape = TableShape(
+    for row in await (await connection.execute(HEAPS, {"oid": oid})).fetchall():
+        heaps.append(Heap(row[0], row[1], row[2], row[3] or 0, row[7]))
+        sizes.append(HeapSize(row[4] or 0, row[5] or 0, row[6]))
+    description = TableDescription(
         schema,
         table,
         oid,
@@ -316,9 +231,9 @@ async def read_shape(
         kind == "p",
         tuple(columns),
         row_filter,
-        tuple(storages),
+        tuple(heaps),
     )
-    return shape, tuple(sizes)
+    return description, tuple(sizes)
 
 
 def _text(value: str | bytes) -> str:
@@ -336,16 +251,55 @@ def _why_not_published(name: str, kind: str, is_partition: bool, publication: st
     return f"table {name} is not in publication {publication}; {remedy}"
 
 
-def shape_document(shape: TableShape) -> dict[str, Any]:
-    """A shape as it travels to a worker."""
-    return asdict(shape)
+def cut(table: TableDescription, sizes: Sequence[HeapSize]) -> list[Piece]:
+    """Pieces that together are the whole table, each about as long to copy as the others."""
+    if not all(heap.readable for heap in table.heaps):
+        return [Piece(None)]
+    pieces = []
+    for index, size in enumerate(sizes):
+        # Wide values live outside the heap, but they belong to its blocks.
+        step = size.blocks
+        if size.total_bytes > PIECE_BYTES:
+            step = max(FEWEST_BLOCKS, size.blocks * PIECE_BYTES // size.total_bytes)
+        start = 0
+        while size.blocks - start > step:
+            pieces.append(Piece(index, start, start + step))
+            start += step
+        pieces.append(Piece(index, start, None))
+    return pieces
 
 
-def shape_from_document(document: dict[str, Any]) -> TableShape:
-    """Undo `shape_document`."""
-    columns = tuple(
-        CopyColumn(**{**column, "type": ColumnType(**column["type"])})
-        for column in document["columns"]
-    )
-    storages = tuple(Storage(**storage) for storage in document["storages"])
-    return TableShape(**{**document, "columns": columns, "storages": storages})
+def useful_workers(sizes: Sequence[HeapSize], most: int) -> int:
+    """How many processes a copy of this size can occupy."""
+    total = sum(size.total_bytes for size in sizes)
+    return max(1, min(most, total // PIECE_BYTES + 1))
+
+
+def quote(name: str) -> str:
+    """An identifier for SQL, always in quotes."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def copy_sql(table: TableDescription, piece: Piece) -> str:
+    """COPY of one piece, with the publication's column list and row filter."""
+    conditions = []
+    if piece.heap is None:
+        source = f"{quote(table.schema)}.{quote(table.table)}"
+    else:
+        heap = table.heaps[piece.heap]
+        source = f"ONLY {quote(heap.schema)}.{quote(heap.table)}"
+        if piece.start:
+            conditions.append(f"ctid >= '({piece.start},0)'::pg_catalog.tid")
+        if piece.end is not None:
+            conditions.append(f"ctid < '({piece.end},0)'::pg_catalog.tid")
+    if table.row_filter is not None:
+        conditions.append(f"({table.row_filter})")
+    where = f" WHERE {' AND '.join(conditions)}" if conditions else ""
+    columns = ", ".join(quote(column.name) for column in table.columns)
+    return f"COPY (SELECT {columns} FROM {source}{where}) TO STDOUT (FORMAT text)"  # noqa: S608
+
+
+def lock_sql(table: TableDescription) -> str:
+    """The lock that keeps every ALTER and TRUNCATE away, on all partitions of a root."""
+    only = "" if table.partitioned else "ONLY "
+    return f"LOCK TABLE {only}{quote(table.schema)}.{quote(table.table)} IN ACCESS SHARE MODE"

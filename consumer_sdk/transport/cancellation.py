@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 async def stay_cancelled() -> None:
@@ -19,3 +22,12 @@ async def stay_cancelled() -> None:
         # One that is still on its way must not come later, in the middle of the tidying up.
         await asyncio.sleep(0)
         raise asyncio.CancelledError
+
+
+async def uninterrupted(work: asyncio.Future[Result]) -> Result:
+    """Await something to its end, and only then be cancelled."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.events.fastpath import compile_row_reader, compile_update_reader
 from bridge.events.rows import RowConverter
 from bridge.events.values import ColumnType
-from bridge.snapshot.formats.copy import compile_row_decoder, parse_row
+from bridge.snapshot.formats.copy_text import compile_row_decoder, parse_row
 from bridge.wal.messages import Insert, Update
 from bridge.wal.pgoutput import decode
 from consumer_sdk.wire import oids

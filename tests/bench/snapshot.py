@@ -13,7 +13,10 @@ import msgpack
 import nats
 from nats.js.api import StreamConfig
 
+from bridge.snapshot.coordinator.requests import SnapshotSettings
 from bridge.snapshot.coordinator.service import SnapshotService
+from bridge.snapshot.messages import ServerAccess
+from bridge.source import Source
 from bridge.telemetry.stats import BridgeStats
 from consumer_sdk.wire import Subjects
 from tests.bench.rig import cpu_seconds, fresh_name, peak_rss_mb, tool
@@ -93,6 +96,13 @@ async def _measure(rig: Rig, table: str, rows: int, repeats: int) -> list[dict[s
     ]
 
 
+class _Schemas:
+    """One version for every table, in the place of the bridge's own tables."""
+
+    async def ensure_schema(self, _schema: str, _table: str) -> dict[str, Any]:
+        return {"schema_version": 1, "columns": []}
+
+
 async def _service(rig: Rig, client: Client, subjects: Subjects, table: str) -> SnapshotService:
     manager = client.jsm()
     js = client.jetstream()
@@ -105,22 +115,13 @@ async def _service(rig: Rig, client: Client, subjects: Subjects, table: str) -> 
         await js.create_key_value(bucket=bucket)
     await js.create_object_store(subjects.objects_bucket)
 
-    async def ensure_schema(_schema: str, _table: str) -> dict[str, Any]:
-        return {"schema_version": 1, "columns": []}
-
     service = SnapshotService(
-        nc=client,
-        js=js,
-        subjects=subjects,
-        conninfo=rig.postgres.dsn(),
-        nats_access={"nats_url": rig.nats.url},
-        source="bench",
-        epoch=1,
-        publication=table,
-        as_json=False,
-        zstd=False,
+        client,
+        Source("bench", 1, table, subjects, as_json=False),
+        ServerAccess(rig.postgres.dsn(), {"nats_url": rig.nats.url}),
+        SnapshotSettings(),
+        schemas=_Schemas(),  # type: ignore[arg-type]
         stats=BridgeStats(),
-        ensure_schema=ensure_schema,
     )
     await service.start()
     return service

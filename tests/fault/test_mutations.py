@@ -93,11 +93,11 @@ MUTATIONS = (
     ),
     mutation(
         "the current end of the log as a snapshot's position",
-        "bridge/snapshot/export.py",
-        r"        yield Export\(snapshot_name=row\[2\], snapshot_lsn=parse_lsn\(row\[1\]\)\)",
+        "bridge/postgres/export.py",
+        r"        yield ExportedSnapshot\(row\[2\], parse_lsn\(row\[1\]\)\)",
         "        cursor = await catalog.execute('SELECT pg_current_wal_lsn()::text')\n"
         "        position = (await cursor.fetchone())[0]\n"
-        "        yield Export(snapshot_name=row[2], snapshot_lsn=parse_lsn(position))",
+        "        yield ExportedSnapshot(row[2], parse_lsn(position))",
         "tests/integration/test_snapshot_handoff.py::"
         "test_a_snapshot_under_writes_and_its_changes_give_the_source[plain]",
         ROWS,

@@ -8,9 +8,9 @@ import psycopg
 import pytest
 
 from bridge.postgres.catalog import Catalog
-from bridge.snapshot.errors import SnapshotError
-from bridge.snapshot.tables import read_shape, set_session
-from bridge.snapshot.worker.copy_stream import _rows_from_socket, _rows_through_libpq
+from bridge.postgres.copy_stream import _rows_from_socket, _rows_through_libpq
+from bridge.postgres.sessions import StatementFailed, set_session
+from bridge.snapshot.tables import describe_table
 from tests.fixtures.postgres import both_versions
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def test_an_error_of_the_server_leaves_the_session_usable(database: Database, re
     with database.connect() as connection:
         connection.execute("BEGIN")
         connection.execute("SAVEPOINT piece")
-        with pytest.raises(SnapshotError, match=r"^division by zero$"):
+        with pytest.raises(StatementFailed, match=r"^division by zero$"):
             list(read(connection, statement))
         connection.execute("ROLLBACK TO SAVEPOINT piece")
         assert sum(map(len, read(connection, MANY))) == 20000
@@ -75,7 +75,7 @@ def test_a_lost_server_is_an_error_not_an_end(database: Database, read: Reader) 
         rows = read(connection, MANY)
         next(rows)
         killer.execute("SELECT pg_terminate_backend(%s)", [connection.info.backend_pid])
-        with pytest.raises(SnapshotError):
+        with pytest.raises(StatementFailed):
             list(rows)
 
 
@@ -93,7 +93,7 @@ async def test_column_types_are_those_of_events(database: Database) -> None:
     catalog = Catalog(database.dsn)
     async with await psycopg.AsyncConnection.connect(database.dsn, autocommit=True) as connection:
         await set_session(connection)
-        shape, _ = await read_shape(connection, "pub", "public", "t")
+        shape, _ = await describe_table(connection, "pub", "public", "t")
     try:
         expected = await catalog.column_types([(c.type.oid, c.type.typmod) for c in shape.columns])
     finally:

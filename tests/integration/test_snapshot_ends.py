@@ -334,7 +334,7 @@ async def test_locks_of_a_worker_that_nobody_tells_on_do_not_last(
     """As where the bridge is frozen: applications must be able to change their tables."""
     create_users(database)
     await snapshots.start()
-    monkeypatch.setattr("bridge.snapshot.coordinator.run.UNTOLD_SECONDS", 0.5)
+    monkeypatch.setattr("bridge.snapshot.coordinator.run.IDLE_LOCK_SECONDS", 0.5)
     holds.set("snapshot.locked")
     answer = await snapshots.begin("users")
     await holds.wait_reached("snapshot.locked")

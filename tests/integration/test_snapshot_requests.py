@@ -167,7 +167,7 @@ async def test_at_most_two_exports_run_and_the_rest_waits_up_to_a_limit(
     for name in names:
         database.execute(f"CREATE TABLE {name} (id int); INSERT INTO {name} VALUES (1)")
     database.publish(*names)
-    await snapshots.start(max_running=5)
+    await snapshots.start(most_running=5)
     holds.set("snapshot.exported")
     answers = []
     for count, name in enumerate(names[:5], 1):

@@ -11,7 +11,7 @@ import pytest
 from bridge.events.fastpath import compile_row_reader, compile_update_reader
 from bridge.events.rows import RowConverter
 from bridge.events.values import ColumnType, converter_for, is_raw
-from bridge.snapshot.formats.copy import compile_row_decoder
+from bridge.snapshot.formats.copy_text import compile_row_decoder
 from bridge.wal.messages import (
     UNCHANGED,
     Begin,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.errors import ProtocolError
 from bridge.jetstream.record import Record
+from bridge.postgres.copy_stream import FrameSplitter
 from bridge.snapshot.coordinator.requests import body_is_json, parse_request
-from bridge.snapshot.errors import Refused, SnapshotError
-from bridge.snapshot.worker.copy_stream import FrameSplitter
+from bridge.snapshot.errors import Refused
 from bridge.telemetry.http import HttpServer
 from bridge.telemetry.stats import BridgeStats
 from bridge.wal.framing import POSTGRES_EPOCH_US, parse_frame
@@ -89,7 +89,7 @@ def copy_reader(data: bytes) -> None:
     """What PostgreSQL answers to COPY, in any pieces; the first byte is their size."""
     step = 1 + (data[0] if data else 0)
     splitter = FrameSplitter()
-    with suppress(ProtocolError, SnapshotError):
+    with suppress(ProtocolError):
         for start in range(1, len(data), step):
             splitter.feed(data[start : start + step])
 

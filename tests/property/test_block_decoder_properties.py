@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from bridge.errors import ProtocolError
 from bridge.events.values import ColumnType
-from bridge.snapshot.formats.block_decoder import compile_block_decoder
-from bridge.snapshot.formats.copy import compile_row_decoder
+from bridge.snapshot.formats.copy_text import compile_block_decoder, compile_row_decoder
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.envelope import to_json_value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.snapshot.worker.copy_stream import FrameSplitter
+from bridge.postgres.copy_stream import FrameSplitter
 from tests.unit.test_copy_stream import conversation
 
 rows_of_copy = st.lists(st.binary(max_size=40).map(lambda row: row.replace(b"\n", b"d")))

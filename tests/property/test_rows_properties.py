@@ -14,7 +14,7 @@ from bridge.events.fastpath import compile_row_reader, compile_update_reader
 from bridge.events.row_writers import can_write, compile_row_writer, compile_update_writer
 from bridge.events.rows import RowConverter
 from bridge.events.values import ColumnType, converter_for, is_raw
-from bridge.snapshot.formats.copy import compile_row_decoder, parse_row
+from bridge.snapshot.formats.copy_text import compile_row_decoder, parse_row
 from bridge.wal.messages import UNCHANGED, BinaryValue, Insert, Row
 from bridge.wal.pgoutput import decode
 from consumer_sdk.wire import oids

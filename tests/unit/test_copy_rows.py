@@ -4,7 +4,7 @@ import pytest
 
 from bridge.errors import ProtocolError
 from bridge.events.values import ColumnType
-from bridge.snapshot.formats.copy import compile_row_decoder, parse_row
+from bridge.snapshot.formats.copy_text import compile_row_decoder, parse_row
 from consumer_sdk.wire import oids
 
 COLUMNS = [

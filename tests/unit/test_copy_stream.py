@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from bridge.errors import ProtocolError
-from bridge.snapshot.worker.copy_stream import FrameSplitter, error_text
+from bridge.postgres.copy_stream import FrameSplitter, error_text
 
 
 def frame(kind: bytes, body: bytes) -> bytes:

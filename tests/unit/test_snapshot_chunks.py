@@ -15,10 +15,10 @@ import zstandard
 from bridge.errors import ProtocolError
 from bridge.events.values import ColumnType
 from bridge.jetstream.dictionaries import dictionary_id, train
-from bridge.snapshot.formats.arrow_batches import BatchParser
-from bridge.snapshot.formats.arrow_chunks import ArrowEncoder
-from bridge.snapshot.formats.chunks import ChunkHead, Content, Sealer, byte_limit
-from bridge.snapshot.formats.row_chunks import RowEncoder
+from bridge.snapshot.formats.arrow import ArrowEncoder, BatchParser
+from bridge.snapshot.formats.chunks import ChunkContent, ChunkHead, ChunkMessageBuilder, byte_limit
+from bridge.snapshot.formats.rows import RowEncoder
+from bridge.snapshot.messages import TrainedDictionary
 from bridge.snapshot.tables import CopyColumn
 from consumer_sdk.wire import decode_payload, oids
 
@@ -37,11 +37,11 @@ def row_encoder(*columns: CopyColumn, as_json: bool = False, **limits: Any) -> R
         return {"bucket": "b", "name": str(len(objects) - 1), "size": len(payload)}
 
     bounds = {"max_rows": 10, "max_bytes": 1000, **limits}
-    return RowEncoder(HEAD, columns, as_json=as_json, refer=refer, **bounds)
+    return RowEncoder(HEAD, columns, as_json=as_json, store_object=refer, **bounds)
 
 
 def encoded(encoder: Any, lines: list[bytes]) -> list[dict[str, Any]]:
-    contents: list[Content] = [*encoder.add(lines), *encoder.flush()]
+    contents: list[ChunkContent] = [*encoder.add(lines), *encoder.flush()]
     return [
         decode_payload({"Content-Type": content.content_type}, content.encode(number))
         for number, content in enumerate(contents)
@@ -58,7 +58,7 @@ def test_chunks_are_bounded_by_rows_and_by_bytes(as_json: bool) -> None:
     assert max(len(content.encode(0)) for content in contents) < 1000 + 300
 
 
-def _rows(content: Content) -> list[dict[str, Any]]:
+def _rows(content: ChunkContent) -> list[dict[str, Any]]:
     document = decode_payload({"Content-Type": content.content_type}, content.encode(0))
     rows: list[dict[str, Any]] = document["data"]
     return rows
@@ -107,24 +107,26 @@ def test_a_sealed_chunk_carries_its_checksum_and_its_compression() -> None:
     (content,) = [*row_encoder(column("id", 23), column("v", 25)).add(lines)] or list(
         _flushed(lines)
     )
-    plain = Sealer("snap", zstd=False).seal(content, 7)
+    plain = ChunkMessageBuilder("snap", zstd=False).build(content, 7)
     assert plain.headers["Nats-Msg-Id"] == "snap-7"
     assert "Content-Encoding" not in plain.headers
     assert plain.headers["Cdc-Sha256"] == hashlib.sha256(plain.payload).hexdigest()
-    small = Sealer("snap", zstd=True).seal(content, 7)
+    small = ChunkMessageBuilder("snap", zstd=True).build(content, 7)
     assert zstandard.decompress(small.payload) == plain.payload
     assert small.headers["Cdc-Sha256"] == hashlib.sha256(small.payload).hexdigest()
     trained = train([b'{"id": %d, "v": "some text that repeats"}' % n for n in range(500)])
     assert trained is not None
     name = dictionary_id(trained)
-    smaller = Sealer("snap", zstd=True, dictionary=(name, trained)).seal(content, 7)
+    smaller = ChunkMessageBuilder(
+        "snap", zstd=True, dictionary=TrainedDictionary(name, trained)
+    ).build(content, 7)
     assert smaller.headers["Cdc-Dict"] == name
     assert len(smaller.payload) < len(small.payload)
     document = decode_payload(smaller.headers, smaller.payload, {name: trained})
     assert document["data"][3] == {"id": 3, "v": "some text that repeats"}
 
 
-def _flushed(lines: list[bytes]) -> list[Content]:
+def _flushed(lines: list[bytes]) -> list[ChunkContent]:
     encoder = row_encoder(column("id", 23), column("v", 25))
     return [*encoder.add(lines), *encoder.flush()]
 
@@ -222,7 +224,7 @@ def test_arrow_chunks_split_until_they_fit_and_refer_when_one_row_does_not() -> 
         return {"name": "o"}
 
     columns = (column("id", oids.INT8), column("v", oids.TEXT))
-    encoder = ArrowEncoder(HEAD, columns, max_rows=1000, max_bytes=4000, refer=refer)
+    encoder = ArrowEncoder(HEAD, columns, max_rows=1000, max_bytes=4000, store_object=refer)
     lines = [b"%d\t%s" % (n, b"v" * (n % 50)) for n in range(2000)]
     lines.insert(1000, b"5000\t" + b"w" * 9000)
     contents = [*encoder.add(lines[:700]), *encoder.add(lines[700:]), *encoder.flush()]

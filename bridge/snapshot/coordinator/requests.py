@@ -1,4 +1,4 @@
-"""The door: requests come in on `snapshot.request.>`, each is answered within a second."""
+"""Requests on `snapshot.request.>`: what they may ask, and their answer within a second."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import importlib.util
 import json
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgpack
 import nats.errors
-import psycopg
 
 from bridge.errors import BridgeError, Retryable
+from bridge.postgres.sessions import LockTimeout, StatementFailed
 from bridge.snapshot.errors import ForeignTable, Refused
 from consumer_sdk.wire import envelope
 from consumer_sdk.wire.errors import WireError
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
-    from consumer_sdk.wire.subjects import Subjects
+    from bridge.snapshot.coordinator.jobs import JobState
+    from bridge.snapshot.messages import ChunkFormat
+    from bridge.source import Source
 
-    Admit = Callable[[str, str, "Request"], Awaitable[tuple[str, str]]]
-
-Format = Literal["msgpack", "json", "arrow"]
+    Admit = Callable[[str, str, "SnapshotRequest"], Awaitable[tuple[str, JobState]]]
 
 FORMATS: Final = ("msgpack", "json", "arrow")
 KNOWN: Final = ("columns", "format", "zstd", "fresh")
@@ -41,20 +41,36 @@ MOST_BYTES: Final = 64 * 1024
 MAP_BYTES: Final = frozenset(bytes([byte]) for byte in (*range(0x80, 0x90), 0xDE, 0xDF))
 
 
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS: Final = 0.9
+
+
 @dataclass(frozen=True, slots=True)
-class Options:
+class SnapshotSettings:
+    """What the operator has set for all snapshots; `zstd` is for requests that do not say."""
+
+    workers: int = 2
+    chunk_rows: int = 10_000
+    wait_limit: float = 300.0
+    zstd: bool = False
+    most_running: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
     """What one snapshot is made of; equal options of one table share a snapshot."""
 
     columns: tuple[str, ...] | None
-    format: Format
+    format: ChunkFormat
     zstd: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SnapshotRequest:
     """A request as understood: `asked` is what goes into the meta, `fresh` forbids reuse."""
 
-    options: Options
+    options: RequestOptions
     asked: dict[str, Any]
     fresh: bool
 
@@ -70,7 +86,7 @@ def body_is_json(body: bytes, headers: Mapping[str, str] | None, default: bool) 
 
 def parse_request(
     body: bytes, headers: Mapping[str, str] | None, *, as_json: bool, zstd: bool
-) -> Request:
+) -> SnapshotRequest:
     """Read a request; `as_json` and `zstd` are what applies where it says nothing."""
     asked = _read_map(body, headers)
     unknown = sorted(set(asked) - {*KNOWN, *IGNORED})
@@ -93,7 +109,9 @@ def parse_request(
         for key in ("columns", "format", "zstd")
         if asked.get(key) is not None
     }  # fmt: skip
-    return Request(Options(columns, cast("Format", kind), compressed), kept, fresh)
+    return SnapshotRequest(
+        RequestOptions(columns, cast("ChunkFormat", kind), compressed), kept, fresh
+    )
 
 
 def _read_map(body: bytes, headers: Mapping[str, str] | None) -> dict[str, Any]:
@@ -134,24 +152,17 @@ def _flag(asked: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-logger = logging.getLogger(__name__)
-
-ANSWER_SECONDS: Final = 0.9
-
-
-class RequestDoor:
+class RequestListener:
     """Reads requests, hands them on, and answers in the encoding they came in.
 
     `admit` gives snapshot id and state, or raises Refused.
     """
 
-    def __init__(
-        self, client: Client, subjects: Subjects, admit: Admit, *, as_json: bool, zstd: bool
-    ) -> None:
+    def __init__(self, client: Client, source: Source, admit: Admit, *, zstd: bool) -> None:
         self._client = client
-        self._subjects = subjects
+        self._subjects = source.subjects
+        self._as_json = source.as_json
         self._admit = admit
-        self._as_json = as_json
         self._zstd = zstd
         self._subscription: Subscription | None = None
         self._answers: set[asyncio.Task[None]] = set()
@@ -159,7 +170,7 @@ class RequestDoor:
     async def open(self) -> None:
         """Begin to take requests."""
         self._subscription = await self._client.subscribe(
-            self._subjects.snapshot_request(">"), cb=self._take
+            self._subjects.snapshot_request(">"), cb=self._receive
         )
         await self._client.flush()
 
@@ -172,7 +183,7 @@ class RequestDoor:
                 logger.debug("unsubscribing from requests failed", exc_info=True)
         await asyncio.gather(*self._answers, return_exceptions=True)
 
-    async def _take(self, message: Msg) -> None:
+    async def _receive(self, message: Msg) -> None:
         # Each in a task of its own: a slow catalog must not hold up the next request.
         task = asyncio.create_task(self._answer(message))
         self._answers.add(task)
@@ -183,7 +194,7 @@ class RequestDoor:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 snapshot_id, state = await self._grant(message)
-            answer = {"ok": True, "snapshot_id": snapshot_id, "state": state}
+            answer = {"ok": True, "snapshot_id": snapshot_id, "state": state.value}
         except ForeignTable:
             # The bridge that publishes it answers; a refusal from here could come first.
             return
@@ -191,12 +202,12 @@ class RequestDoor:
             answer = {"ok": False, "error": str(refusal)}
         except TimeoutError:
             answer = _later("PostgreSQL or NATS answers too slowly")
+        except LockTimeout:
+            answer = _later("another session has locked this or another published table for itself")
+        except StatementFailed:
+            answer = _later("PostgreSQL cannot be asked at the moment")
         except (BridgeError, Retryable) as error:
             answer = {"ok": False, "error": str(error)}
-        except psycopg.errors.LockNotAvailable:
-            answer = _later("another session has locked this or another published table for itself")
-        except psycopg.Error:
-            answer = _later("PostgreSQL cannot be asked at the moment")
         except (nats.errors.Error, OSError):
             answer = _later("JetStream does not answer the bridge")
         except Exception:
@@ -204,7 +215,7 @@ class RequestDoor:
             answer = {"ok": False, "error": "the bridge could not handle the request; see its log"}
         await self._reply(message, answer)
 
-    async def _grant(self, message: Msg) -> tuple[str, str]:
+    async def _grant(self, message: Msg) -> tuple[str, JobState]:
         token = message.subject.removeprefix(self._subjects.snapshot_request(""))
         try:
             schema, table = parse_table_token(token)
@@ -228,5 +239,5 @@ class RequestDoor:
 
 
 def _later(why: str) -> dict[str, Any]:
-    """A refusal that says nothing of the request itself."""
+    """A refusal whose reason is not the request itself."""
     return {"ok": False, "error": f"{why}; ask again", "retry": True}

@@ -1,37 +1,30 @@
-"""The bridge's end of its conversation with snapshot workers: start, talk, end."""
+"""Worker processes as the coordinator has them: started, kept for a while, ended."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 import time
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from bridge.snapshot.errors import SnapshotError
+from bridge.snapshot.messages import Alive, Report, WorkerFailed, decode_report, encode, unexpected
+from consumer_sdk.transport.cancellation import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-Result = TypeVar("Result")
+    from bridge.snapshot.messages import Command
 
-
-async def uninterrupted(work: asyncio.Future[Result]) -> Result:
-    """Await something to its end, and only then be cancelled."""
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        await asyncio.wait({work})
-        raise
-
+    Expected = TypeVar("Expected", bound=Report)
 
 MODULE: Final = "bridge.snapshot.worker.process"
 LONGEST_LINE_BYTES: Final = 1024 * 1024
 IDLE_SECONDS: Final = 20.0
-# A worker says every few seconds that it lives. The patience is counted in steps, so that a pause
-# of the whole machine is not taken for the worker's.
+# A worker sends Alive every few seconds. Its silence is counted in steps, so that a pause of the
+# whole machine does not count as the worker's.
 SILENCE_STEP_SECONDS: Final = 5.0
 SILENCE_STEPS: Final = 12
 
@@ -67,24 +60,31 @@ class WorkerProcess:
     def is_alive(self) -> bool:
         return self._process.returncode is None
 
-    async def tell(self, message: dict[str, Any]) -> None:
-        """Send a line; a dead worker shows in what it says next."""
+    async def send(self, command: Command) -> None:
+        """Send a command; that a worker is dead shows when its next report is awaited."""
         assert self._process.stdin is not None
         with suppress(OSError):
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(encode(command))
             await self._process.stdin.drain()
 
-    async def hear(self) -> dict[str, Any]:
-        """The next line; SnapshotError when the worker failed, hangs, or is gone."""
+    async def receive(self) -> Report:
+        """The next report; SnapshotError when the worker failed, hangs, or is gone."""
         while True:
             line = await self._next_line()
             if not line:
                 raise SnapshotError(f"a snapshot worker ended: {await self._reason()}")
-            message: dict[str, Any] = json.loads(line)
-            if message["say"] == "error":
-                raise SnapshotError(message["error"])
-            if message["say"] != "alive":
-                return message
+            report = decode_report(line)
+            if isinstance(report, WorkerFailed):
+                raise SnapshotError(report.error)
+            if not isinstance(report, Alive):
+                return report
+
+    async def expect(self, kind: type[Expected]) -> Expected:
+        """The next report, which must be of this kind."""
+        report = await self.receive()
+        if not isinstance(report, kind):
+            raise unexpected(report)
+        return report
 
     async def _next_line(self) -> bytes:
         assert self._process.stdout is not None
@@ -102,13 +102,6 @@ class WorkerProcess:
             f"{SILENCE_STEPS * SILENCE_STEP_SECONDS:g} s; it was ended"
         )
 
-    async def expect(self, what: str) -> dict[str, Any]:
-        """The next line, which must be this one."""
-        message = await self.hear()
-        if message["say"] != what:
-            raise SnapshotError(f"a snapshot worker said {message['say']!r} instead of {what!r}")
-        return message
-
     async def end(self) -> None:
         """Kill the worker if it still runs, and wait for it."""
         assert self._process.stdin is not None
@@ -118,7 +111,7 @@ class WorkerProcess:
         self._process.stdin.close()
         with suppress(OSError):
             await self._process.stdin.wait_closed()
-        # Its last words are read, or the pipe would keep the transport open.
+        # What it has written last is read, or the pipe would keep the transport open.
         await self._process.stdout.read()
         await self._process.wait()
 
@@ -130,16 +123,16 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """Starts workers, and keeps those that are done for a while: starting one costs a second."""
+    """Starts workers and keeps idle ones for a while, because starting one costs a second."""
 
     def __init__(self) -> None:
         self._idle: list[WorkerProcess] = []
-        self._watch: asyncio.Task[None] | None = None
+        self._expiry: asyncio.Task[None] | None = None
         self._expires_at = 0.0
 
     @asynccontextmanager
-    async def crew(self, size: int) -> AsyncIterator[list[WorkerProcess]]:
-        """Workers that wait for their task; they are ended unless all goes well."""
+    async def borrow(self, size: int) -> AsyncIterator[list[WorkerProcess]]:
+        """Workers that wait for their task; they are ended if the body raises."""
         workers: list[WorkerProcess] = []
         try:
             for number in range(size):
@@ -149,13 +142,13 @@ class WorkerPool:
             await _end(workers)
             raise
         self._idle += workers
-        self._expire_later()
+        self._expire_idle_later()
 
     async def close(self) -> None:
         """End the workers that wait for work."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._expiry is not None:
+            self._expiry.cancel()
+            await asyncio.gather(self._expiry, return_exceptions=True)
         idle, self._idle = self._idle, []
         await _end(idle)
 
@@ -171,10 +164,10 @@ class WorkerPool:
         except OSError as error:
             raise SnapshotError(f"cannot start a snapshot worker: {error}") from error
 
-    def _expire_later(self) -> None:
+    def _expire_idle_later(self) -> None:
         self._expires_at = time.monotonic() + IDLE_SECONDS
-        if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._expire(), name="snapshot workers")
+        if self._expiry is None or self._expiry.done():
+            self._expiry = asyncio.create_task(self._expire(), name="snapshot workers")
 
     async def _expire(self) -> None:
         while self._idle:

@@ -1,4 +1,4 @@
-"""Chunks: what every format shares, from the head of the document to the sealed message."""
+"""Chunks: what every format shares, from the head of the document to the message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from consumer_sdk.wire.checksums import sha256_hex
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    Refer = Callable[[bytes], dict[str, Any]]
+    from bridge.snapshot.messages import TrainedDictionary
+
+    StoreObject = Callable[[bytes], dict[str, Any]]
+    """Stores a wide row as an object and gives the reference to it."""
 
 # Beyond this a message gains nothing; nats-server and readers hold each one whole.
 LARGEST_BYTES: Final = 900_000
@@ -50,7 +53,7 @@ class ChunkHead:
         }
 
 
-class Content(Protocol):
+class ChunkContent(Protocol):
     """The rows of one chunk, which lack only its number."""
 
     @property
@@ -65,10 +68,10 @@ class Content(Protocol):
 class ChunkEncoder(Protocol):
     """Gathers rows of a COPY into chunks of one format."""
 
-    def add(self, lines: list[bytes]) -> Iterator[Content]:
+    def add(self, lines: list[bytes]) -> Iterator[ChunkContent]:
         """Take rows; chunks that are full come out."""
 
-    def flush(self) -> Iterator[Content]:
+    def flush(self) -> Iterator[ChunkContent]:
         """Give what is left."""
 
 
@@ -78,7 +81,7 @@ def byte_limit(max_payload: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class ChunkMessage:
     """A chunk as it is stored."""
 
     payload: bytes
@@ -86,37 +89,38 @@ class Sealed:
     sha256: str
 
 
-class Sealer:
-    """Compresses, checksums and labels the chunks of one snapshot."""
+class ChunkMessageBuilder:
+    """Compresses the chunks of one snapshot and gives them headers and checksums."""
 
     def __init__(
-        self, snapshot_id: str, *, zstd: bool, dictionary: tuple[str, bytes] | None = None
+        self, snapshot_id: str, *, zstd: bool, dictionary: TrainedDictionary | None = None
     ) -> None:
         self._snapshot_id = snapshot_id
         self._plain = zstandard.ZstdCompressor(level=3) if zstd else None
         self._dictionary_id = ""
         self._with_dictionary: zstandard.ZstdCompressor | None = None
         if zstd and dictionary is not None:
-            self._dictionary_id, content = dictionary
-            shared = zstandard.ZstdCompressionDict(content)
+            self._dictionary_id = dictionary.id
+            shared = zstandard.ZstdCompressionDict(dictionary.content)
             self._with_dictionary = zstandard.ZstdCompressor(level=3, dict_data=shared)
 
-    def seal(self, content: Content, number: int) -> Sealed:
-        """Turn content into a message; the checksum is of the payload as stored."""
+    def build(self, content: ChunkContent, number: int) -> ChunkMessage:
+        """The message of a chunk; the checksum is of the payload as stored."""
         payload = content.encode(number)
         headers = {
             envelope.MSG_ID: f"{self._snapshot_id}-{number}",
             envelope.CONTENT_TYPE: content.content_type,
         }
         if self._plain is not None:
-            payload = self._compress(payload, headers)
+            payload = self._compress(self._plain, payload, headers)
         digest = sha256_hex(payload)
         headers[envelope.CHUNK_SHA256] = digest
-        return Sealed(payload, headers, digest)
+        return ChunkMessage(payload, headers, digest)
 
-    def _compress(self, payload: bytes, headers: dict[str, str]) -> bytes:
-        assert self._plain is not None
-        small = self._plain.compress(payload)
+    def _compress(
+        self, plain: zstandard.ZstdCompressor, payload: bytes, headers: dict[str, str]
+    ) -> bytes:
+        small = plain.compress(payload)
         headers[envelope.CONTENT_ENCODING] = "zstd"
         if self._with_dictionary is not None and len(payload) <= DICTIONARY_HELPS_BYTES:
             smaller = self._with_dictionary.compress(payload)

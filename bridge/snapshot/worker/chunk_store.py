@@ -1,7 +1,7 @@
-"""A worker's way to JetStream: chunks acknowledged within a small window, wide rows as objects.
+"""Chunks and wide rows of a worker into JetStream: few unacknowledged at a time.
 
-The COPY runs in the worker's main thread; this runs an event loop in another, so that neither
-waits for the other more than it must.
+The COPY runs in the worker's main thread; this runs an event loop in another, so that reading rows
+does not wait for acknowledgements.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bridge.config import Settings
 from bridge.jetstream.link import Link, options_of
 from bridge.snapshot.errors import SnapshotError
 from consumer_sdk.wire.checksums import object_reference
+from consumer_sdk.wire.subjects import Subjects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js.client import JetStreamContext
 
-    from bridge.snapshot.formats.chunks import Sealed
+    from bridge.snapshot.formats.chunks import ChunkMessage
 
     Result = TypeVar("Result")
 
@@ -42,10 +43,13 @@ OBJECT_PART_BYTES: Final = 128 * 1024
 class ChunkStore:
     """Publishes to the INIT stream from a thread of its own; every call blocks, none is async."""
 
-    def __init__(self, access: Mapping[str, Any], *, stream: str, objects_bucket: str) -> None:
-        self._access = access
-        self._stream = stream
-        self._bucket = objects_bucket
+    def __init__(self, nats_settings: Mapping[str, Any], prefix: str) -> None:
+        subjects = Subjects(prefix)
+        self._nats_settings = nats_settings
+        self._stream = subjects.init_stream
+        self._bucket = subjects.objects_bucket
+        self.max_payload = 0
+        """The largest message that the server takes, known once the store is open."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="nats")
         self._window = threading.Semaphore(WINDOW)
@@ -53,10 +57,10 @@ class ChunkStore:
         self._js: JetStreamContext | None = None
         self._failure: str | None = None
 
-    def open(self) -> int:
-        """Connect; the server's largest payload comes back."""
+    def open(self) -> None:
+        """Connect to NATS."""
         self._thread.start()
-        return self._run(self._connect())
+        self.max_payload = self._run(self._connect())
 
     def close(self) -> None:
         """Disconnect without waiting for what is not acknowledged."""
@@ -66,11 +70,11 @@ class ChunkStore:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
 
-    def publish(self, subject: str, sealed: Sealed, stored: Callable[[], None]) -> None:
+    def publish(self, subject: str, message: ChunkMessage, stored: Callable[[], None]) -> None:
         """Send a chunk; `stored` is called, from the other thread, once it is acknowledged."""
         self._window.acquire()
         self._raise_failure()
-        asyncio.run_coroutine_threadsafe(self._store(subject, sealed, stored), self._loop)
+        asyncio.run_coroutine_threadsafe(self._store(subject, message, stored), self._loop)
 
     def drain(self) -> None:
         """Wait until everything sent is acknowledged."""
@@ -81,7 +85,7 @@ class ChunkStore:
         self._raise_failure()
 
     def put_object(self, name: str, payload: bytes) -> dict[str, Any]:
-        """Store what no message can carry; the reference to it comes back."""
+        """Store a row that no message can carry, and return the reference to it."""
         self._raise_failure()
         self._run(self._put(name, payload))
         return object_reference(self._bucket, name, payload)
@@ -95,7 +99,7 @@ class ChunkStore:
 
     async def _connect(self) -> int:
         options = {
-            **options_of(Settings(**self._access)),
+            **options_of(Settings(**self._nats_settings)),
             "name": "tailrace snapshot worker",
             "reconnect_time_wait": 0.5,
             "max_reconnect_attempts": -1,
@@ -110,7 +114,7 @@ class ChunkStore:
         self._js = self._client.jetstream(timeout=ACK_SECONDS)
         return self._client.max_payload
 
-    async def _store(self, subject: str, sealed: Sealed, stored: Callable[[], None]) -> None:
+    async def _store(self, subject: str, message: ChunkMessage, stored: Callable[[], None]) -> None:
         assert self._js is not None
         deadline = time.monotonic() + GIVE_UP_SECONDS
         try:
@@ -118,7 +122,7 @@ class ChunkStore:
                 try:
                     # A chunk sent twice keeps its id, so the stream stores it once.
                     await self._js.publish(
-                        subject, sealed.payload, stream=self._stream, headers=dict(sealed.headers)
+                        subject, message.payload, stream=self._stream, headers=dict(message.headers)
                     )
                 except (nats.errors.Error, OSError, TimeoutError) as error:
                     if not _may_pass(error) or time.monotonic() > deadline:

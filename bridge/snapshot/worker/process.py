@@ -1,8 +1,7 @@
-"""A snapshot worker: a process that copies pieces of tables into chunks, told what by a pipe.
+"""A snapshot worker: a process that copies pieces of tables into chunks.
 
-The task comes as one JSON line on stdin, so that no secret shows in the process list; questions
-and reports go to stdout, answers come back on stdin. The end of stdin means that the bridge is
-gone: the worker ends at once.
+Commands come on stdin, so that no secret shows in the process list; reports go to stdout. The end
+of stdin means that the bridge is gone: the worker ends at once.
 """
 
 from __future__ import annotations
@@ -11,17 +10,33 @@ import gc
 import os
 import signal
 import sys
-from typing import Any, Final
-
-import psycopg
-from psycopg.conninfo import make_conninfo
+from typing import TYPE_CHECKING, Final
 
 from bridge.errors import BridgeError
-from bridge.snapshot.export import problem
-from bridge.snapshot.tables import SESSION, SESSION_SQL, Piece, lock_sql
+from bridge.postgres.sessions import CopySession, StatementFailed
+from bridge.snapshot.messages import (
+    Connected,
+    CopyDone,
+    CopyPiece,
+    CopyTask,
+    LocksTaken,
+    LockTables,
+    NoMorePieces,
+    PieceWanted,
+    StartCopying,
+    TableFailed,
+    TableFinished,
+    WorkerFailed,
+    unexpected,
+)
+from bridge.snapshot.tables import lock_sql
 from bridge.snapshot.worker.chunk_store import ChunkStore
-from bridge.snapshot.worker.table_copy import Abandoned, Pipe, TableCopy
+from bridge.snapshot.worker.pipe import CoordinatorPipe
+from bridge.snapshot.worker.table_copier import CopyCancelled, TableCopier
 from consumer_sdk.transport.holds import hold
+
+if TYPE_CHECKING:
+    from bridge.snapshot.tables import Piece
 
 NICENESS: Final = 10
 GARBAGE_THRESHOLD: Final = 50_000
@@ -29,90 +44,87 @@ _STARTED_AT: Final = os.nice(0)
 
 
 class Worker:
-    """Imports the exported snapshot, locks the tables, and copies what it is given."""
+    """Imports the exported snapshot, locks the tables, and copies the pieces it is given."""
 
-    def __init__(self, pipe: Pipe, task: dict[str, Any]) -> None:
+    def __init__(self, pipe: CoordinatorPipe, task: CopyTask) -> None:
         self._pipe = pipe
         self._task = task
-        self._store = ChunkStore(
-            task["nats"], stream=task["stream"], objects_bucket=task["objects_bucket"]
-        )
+        self._store = ChunkStore(task.access.nats, task.prefix)
 
     def run(self) -> None:
-        """Work until the bridge has no more pieces."""
+        """Work until the coordinator has no more pieces."""
         hold("snapshot.start")
-        max_payload = self._store.open()
-        copies = [
-            TableCopy(index, document, self._task, self._store, self._pipe, max_payload)
-            for index, document in enumerate(self._task["tables"])
+        self._store.open()
+        copiers = [
+            TableCopier(index, self._task, self._store, self._pipe)
+            for index in range(len(self._task.tables))
         ]
-        conninfo = make_conninfo(self._task["conninfo"], application_name="tailrace snapshot")
-        with psycopg.connect(conninfo, autocommit=True) as connection:
-            self._prepare(connection, copies)
-            self._copy(connection, copies)
+        with CopySession.open(self._task.access.conninfo, self._task.snapshot_name) as session:
+            self._lock(session, copiers)
+            self._copy(session, copiers)
         self._store.close()
-        self._pipe.tell("done")
+        self._pipe.send(CopyDone())
 
-    def _prepare(self, connection: psycopg.Connection[Any], copies: list[TableCopy]) -> None:
-        names = [name for name, _ in SESSION]
-        connection.execute(SESSION_SQL, [names, [value for _, value in SESSION]])
-        connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        name = self._task["snapshot_name"].replace("'", "''")
-        connection.execute(f"SET TRANSACTION SNAPSHOT '{name}'".encode())
-        self._pipe.tell("connected", pid=connection.info.backend_pid)
-        patience = self._pipe.next_line()
-        # Should this process die while it waits, its session does not wait for ever.
-        connection.execute(f"SET lock_timeout = {int(patience['lock_seconds'] * 1000)}".encode())
+    def _lock(self, session: CopySession, copiers: list[TableCopier]) -> None:
+        self._pipe.send(Connected(session.backend_pid))
+        limits = self._pipe.expect(LockTables)
+        # If this process dies while it waits, its session does not wait for ever.
+        session.set_lock_timeout(limits.lock_seconds)
         hold("snapshot.lock")
-        failed = {}
-        for copy in copies:
-            connection.execute("SAVEPOINT table_lock")
+        errors = {}
+        for copier in copiers:
             try:
-                connection.execute(lock_sql(copy.shape).encode())
-            except psycopg.Error as error:
-                connection.execute("ROLLBACK TO SAVEPOINT table_lock")
-                failed[copy.index] = problem(error)
-        # Nor does it keep its locks for ever where nobody tells it on, as a frozen bridge does not.
-        idle = int(patience["idle_seconds"] * 1000)
-        connection.execute(f"SET idle_in_transaction_session_timeout = {idle}".encode())
+                session.lock(lock_sql(copier.description))
+            except StatementFailed as error:
+                errors[copier.index] = str(error)
+        # If the bridge is frozen and sends no command, the session does not keep its locks.
+        session.set_idle_timeout(limits.idle_seconds)
         hold("snapshot.locked")
-        self._pipe.tell("ready", failed=failed)
+        self._pipe.send(LocksTaken(errors))
 
-    def _copy(self, connection: psycopg.Connection[Any], copies: list[TableCopy]) -> None:
-        current: TableCopy | None = None
-        self._pipe.next_line()
-        _give_way()
+    def _copy(self, session: CopySession, copiers: list[TableCopier]) -> None:
+        self._pipe.expect(StartCopying)
+        _lower_priority()
+        current: TableCopier | None = None
         while True:
-            answer = self._pipe.ask("next")
-            following = None if answer["table"] is None else copies[answer["table"]]
-            if current is not None and current is not following:
-                self._finish(current)
-                current = None
-            if following is None:
-                return
-            hold("snapshot.piece")
-            connection.execute("SAVEPOINT piece")
-            try:
-                following.copy(connection, Piece(*answer["piece"]))
-            except (BridgeError, Abandoned) as error:
-                connection.execute("ROLLBACK TO SAVEPOINT piece")
-                self._pipe.tell("failed", table=following.index, error=_described(error))
-                current = None
-            else:
-                connection.execute("RELEASE SAVEPOINT piece")
-                current = following
+            self._pipe.send(PieceWanted())
+            match self._pipe.receive():
+                case CopyPiece(table, piece):
+                    following = copiers[table]
+                    if current is not None and current is not following:
+                        self._finish(current)
+                    is_copied = self._copy_piece(session, following, piece)
+                    current = following if is_copied else None
+                case NoMorePieces():
+                    if current is not None:
+                        self._finish(current)
+                    return
+                case other:
+                    raise unexpected(other)
 
-    def _finish(self, copy: TableCopy) -> None:
+    def _copy_piece(self, session: CopySession, copier: TableCopier, piece: Piece) -> bool:
+        hold("snapshot.piece")
+        session.set_savepoint()
         try:
-            copy.finish()
-        except (BridgeError, Abandoned) as error:
-            self._pipe.tell("failed", table=copy.index, error=_described(error))
+            copier.copy(session, piece)
+        except (BridgeError, CopyCancelled) as error:
+            session.roll_back_to_savepoint()
+            self._pipe.send(TableFailed(copier.index, _described(error)))
+            return False
+        session.release_savepoint()
+        return True
+
+    def _finish(self, copier: TableCopier) -> None:
+        try:
+            copier.finish()
+        except (BridgeError, CopyCancelled) as error:
+            self._pipe.send(TableFailed(copier.index, _described(error)))
         else:
-            self._pipe.tell("finished", table=copy.index)
+            self._pipe.send(TableFinished(copier.index))
 
 
-def _give_way() -> None:
-    """Let everything else go first from here on.
+def _lower_priority() -> None:
+    """Let everything else on the machine go first from here on.
 
     Not earlier: an exported snapshot, and whoever asked for it, waits for the worker to be ready.
     """
@@ -122,11 +134,9 @@ def _give_way() -> None:
 
 
 def _described(error: Exception) -> str:
-    if isinstance(error, psycopg.Error):
-        return problem(error)
     if isinstance(error, BridgeError):
         return str(error)
-    # The text of a foreign exception can quote the value it stumbled over.
+    # The text of another exception can quote a value of a row.
     return type(error).__name__
 
 
@@ -136,13 +146,12 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Rows come and go by the million and hold no cycles; looking for some costs a third.
     gc.set_threshold(GARBAGE_THRESHOLD)
-    pipe = Pipe()
+    pipe = CoordinatorPipe()
     while True:
-        task = pipe.next_line()
         try:
-            Worker(pipe, task).run()
+            Worker(pipe, pipe.expect(CopyTask)).run()
         except Exception as error:  # noqa: BLE001 - the bridge reports it to whoever asked
-            pipe.tell("error", error=_described(error))
+            pipe.send(WorkerFailed(_described(error)))
             return 1
 
 

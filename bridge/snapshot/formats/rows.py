@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 import msgpack
 
 from bridge.jetstream.dictionaries import train
-from bridge.snapshot.formats.block_decoder import always_raw, compile_block_decoder
 from bridge.snapshot.formats.chunks import REFERENCE
+from bridge.snapshot.formats.copy_text import always_raw, compile_block_decoder
 from consumer_sdk.wire import envelope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from bridge.snapshot.formats.block_decoder import Rows
-    from bridge.snapshot.formats.chunks import ChunkHead, Content, Refer
+    from bridge.snapshot.formats.chunks import ChunkContent, ChunkHead, StoreObject
+    from bridge.snapshot.formats.copy_text import Rows
     from bridge.snapshot.tables import CopyColumn
 
     Encode = Callable[[Rows], bytes]
@@ -95,7 +95,7 @@ class RowSamples:
         self._rows: list[bytes] = []
         self._bytes = 0
 
-    def add(self, content: Content) -> None:
+    def add(self, content: ChunkContent) -> None:
         """Take some rows of a chunk, as encoded; a chunk of another format has none."""
         is_full = len(self._rows) >= MOST_SAMPLES or self._bytes >= MOST_SAMPLE_BYTES
         if is_full or not isinstance(content, RowContent):
@@ -120,13 +120,13 @@ class RowEncoder:
         as_json: bool,
         max_rows: int,
         max_bytes: int,
-        refer: Refer,
+        store_object: StoreObject,
     ) -> None:
         self._head = head
         self._as_json = as_json
         self._max_rows = max_rows
         self._max_bytes = max_bytes
-        self._refer = refer
+        self._store_object = store_object
         pairs = [(column.name, column.type) for column in columns]
         self._decode = compile_block_decoder(pairs, as_json=as_json)
         self._raw_columns = tuple(column.name for column in columns if always_raw(column.type))
@@ -136,7 +136,7 @@ class RowEncoder:
         self._count = 0
         self._bytes = 0
 
-    def add(self, lines: list[bytes]) -> Iterator[Content]:
+    def add(self, lines: list[bytes]) -> Iterator[ChunkContent]:
         """Take rows; chunks that are full come out."""
         text_bytes = sum(map(len, lines)) + len(lines)
         share = self._max_bytes // _BLOCKS_PER_CHUNK
@@ -151,12 +151,12 @@ class RowEncoder:
             if self._count == self._max_rows:
                 yield self._take()
 
-    def flush(self) -> Iterator[Content]:
+    def flush(self) -> Iterator[ChunkContent]:
         """Give what is left."""
         if self._count:
             yield self._take()
 
-    def _add_rows(self, rows: Rows, raw: dict[int, list[str]]) -> Iterator[Content]:
+    def _add_rows(self, rows: Rows, raw: dict[int, list[str]]) -> Iterator[ChunkContent]:
         block = self._encode(rows)
         raw_bytes = sum(map(_raw_bytes, raw.values()))
         # The comma between blocks of JSON is the one byte more.
@@ -166,7 +166,7 @@ class RowEncoder:
                 yield from self._add_rows(rows[:half], _between(raw, 0, half))
                 yield from self._add_rows(rows[half:], _between(raw, half, len(rows)))
                 return
-            block = self._encode([{REFERENCE: self._refer(block)}])
+            block = self._encode([{REFERENCE: self._store_object(block)}])
         size = len(block) + 1 + raw_bytes
         if self._count and self._bytes + size > self._max_bytes:
             yield self._take()

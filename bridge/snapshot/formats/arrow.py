@@ -1,13 +1,14 @@
-r"""Rows of COPY text to record batches with typed columns.
+r"""Chunks as Arrow IPC streams of one record batch each, with typed columns.
 
 A row of COPY in text format is a CSV row with tabs, without quotes, with `\N` for null; only text
 that holds a backslash needs undoing afterwards. Values that a typed column cannot hold (infinity,
 years BC or beyond 9999, NaN as a decimal, arrays of several dimensions) are null in the batch and
-stand beside it, as rows of the other formats carry them.
+stand in the chunk's `odd` map (column, then row number) as rows of the other formats carry them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
@@ -18,18 +19,121 @@ import pyarrow.csv as pa_csv
 
 from bridge.errors import ProtocolError
 from bridge.events.values import converter_for
-from bridge.snapshot.formats.copy import unescape
+from bridge.snapshot.formats.copy_text import unescape
+from consumer_sdk.wire import envelope
 from consumer_sdk.wire.arrow_types import arrow_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from bridge.snapshot.formats.chunks import ChunkContent, ChunkHead, StoreObject
     from bridge.snapshot.tables import CopyColumn
 
     Odd = dict[str, dict[str, Any]]
 
+METADATA_KEY: Final = b"cdc"
+# Text of a chunk is at most so much larger than its batch; the split below mends a wrong guess.
+_FIRST_GUESS: Final = 0.8
 _BLOCK_BYTES: Final = 2**31 - 1
 _NULL: Final = "\\N"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrowContent:
+    """One record batch, or a reference to it where it is too large for a message."""
+
+    head: ChunkHead
+    batch: Any
+    odd: Odd
+    store_object: StoreObject | None
+
+    @property
+    def row_count(self) -> int:
+        count: int = self.batch.num_rows
+        return count
+
+    @property
+    def content_type(self) -> str:
+        return envelope.ARROW if self.store_object is None else envelope.MSGPACK
+
+    def encode(self, number: int) -> bytes:
+        """An IPC stream whose schema metadata holds the chunk's fields."""
+        fields = self.head.fields(number)
+        if self.odd:
+            fields["odd"] = self.odd
+        schema = self.batch.schema.with_metadata(
+            {METADATA_KEY: envelope.encode(fields, as_json=True)}
+        )
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, schema) as writer:
+            writer.write_batch(self.batch.replace_schema_metadata(schema.metadata))
+        stream: bytes = sink.getvalue().to_pybytes()
+        if self.store_object is None:
+            return stream
+        return envelope.encode({**self.head.fields(number), "ref": self.store_object(stream)})
+
+
+class ArrowEncoder:
+    """Gathers rows of a COPY and parses a chunk's worth of them at once."""
+
+    def __init__(
+        self,
+        head: ChunkHead,
+        columns: Sequence[CopyColumn],
+        *,
+        max_rows: int,
+        max_bytes: int,
+        store_object: StoreObject,
+    ) -> None:
+        self._head = head
+        self._max_rows = max_rows
+        self._store_object = store_object
+        self._parser = BatchParser(columns)
+        # Every chunk begins with the schema, about 100 bytes for each column.
+        self._max_bytes = max_bytes - self._parser.schema_bytes
+        self._lines: list[bytes] = []
+        self._text_bytes = 0
+        self._text_limit = max(1024, int(self._max_bytes * _FIRST_GUESS))
+
+    def add(self, lines: list[bytes]) -> Iterator[ChunkContent]:
+        size = sum(map(len, lines)) + len(lines)
+        kept = self._lines
+        if self._text_bytes + size <= self._text_limit and len(kept) + len(lines) < self._max_rows:
+            kept += lines
+            self._text_bytes += size
+            return
+        total, limit, most = self._text_bytes, self._text_limit, self._max_rows
+        for line in lines:
+            if kept and (total + len(line) >= limit or len(kept) == most):
+                yield from self._emit(kept)
+                kept, total, limit = [], 0, self._text_limit
+            kept.append(line)
+            total += len(line) + 1
+        self._lines, self._text_bytes = kept, total
+
+    def flush(self) -> Iterator[ChunkContent]:
+        lines, self._lines, self._text_bytes = self._lines, [], 0
+        if lines:
+            yield from self._emit(lines)
+
+    def _emit(self, lines: list[bytes]) -> Iterator[ChunkContent]:
+        batch, odd = self._parser.parse(lines)
+        size = pa.ipc.get_record_batch_size(batch)
+        if odd:
+            size += len(envelope.encode(odd, as_json=True))
+        if size <= self._max_bytes:
+            text = sum(map(len, lines)) + len(lines)
+            # Aim the next chunk at nine tenths of the limit, by what this one came to.
+            ratio = text / max(size, 1)
+            self._text_limit = int(min(4.0, max(0.1, ratio)) * self._max_bytes * 0.9)
+            yield ArrowContent(self._head, batch, odd, None)
+        elif len(lines) == 1:
+            yield ArrowContent(self._head, batch, odd, self._store_object)
+        else:
+            self._text_limit = max(1024, self._text_limit // 2)
+            half = len(lines) // 2
+            yield from self._emit(lines[:half])
+            yield from self._emit(lines[half:])
 
 
 class BatchParser:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
-from psycopg.conninfo import make_conninfo
 
-from bridge.snapshot.errors import SnapshotError
+from bridge.postgres.sessions import StatementFailed, connect_session, primary_message
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.lsn import parse_lsn
 
@@ -49,6 +48,23 @@ ORDER BY p.prepared
 """
 
 
+# By SQLSTATE: configuration_limit_exceeded, object_not_in_prerequisite_state.
+REMEDIES: Final = {
+    "53400": "raise max_replication_slots, or drop slots nobody uses",
+    "55000": "set wal_level = logical and restart PostgreSQL",
+}
+POLL_SECONDS: Final = 0.5
+CANCEL_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedSnapshot:
+    """A snapshot that other sessions can import until the context that made it is left."""
+
+    snapshot_name: str
+    snapshot_lsn: int
+
+
 async def sessions_waited_for(
     connection: AsyncConnection[Any], backend_pids: Sequence[int]
 ) -> list[str]:
@@ -74,31 +90,6 @@ async def sessions_waited_for(
     return names
 
 
-POLL_SECONDS: Final = 0.5
-CANCEL_SECONDS: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """An exported snapshot; it can be imported until the context that made it is left."""
-
-    snapshot_name: str
-    snapshot_lsn: int
-
-
-async def connect(conninfo: str, application: str, **parameters: Any) -> AsyncConnection[Any]:
-    """Open a session of the bridge; each statement its own transaction."""
-    return await psycopg.AsyncConnection.connect(
-        make_conninfo(conninfo, application_name=application, **parameters), autocommit=True
-    )
-
-
-def problem(error: psycopg.Error) -> str:
-    """What PostgreSQL says, without the detail lines that can hold values of rows."""
-    text = error.diag.message_primary or str(error).partition("\n")[0]
-    return text or type(error).__name__
-
-
 @asynccontextmanager
 async def exported_snapshot(
     conninfo: str,
@@ -106,12 +97,12 @@ async def exported_snapshot(
     *,
     wait_limit: float,
     report: Report,
-) -> AsyncIterator[Export]:
+) -> AsyncIterator[ExportedSnapshot]:
     """Make a consistent point; leaving the context drops the slot and ends the export.
 
     `report` is called with the sessions waited for, also with none once the wait is over.
     """
-    async with await connect(
+    async with await connect_session(
         conninfo, "tailrace snapshot export", replication="database"
     ) as connection:
         await connection.execute("SET idle_in_transaction_session_timeout = 0")
@@ -131,12 +122,12 @@ async def exported_snapshot(
             await _wait(creation, connection, catalog, wait_limit, report)
             row = await creation.result().fetchone()
         except psycopg.Error as error:
-            raise SnapshotError(_remedied(problem(error))) from error
+            raise StatementFailed(_remedied(error)) from error
         finally:
             await _abandon(creation, connection)
         if row is None or not row[2]:
-            raise SnapshotError("PostgreSQL created a slot without exporting its snapshot")
-        yield Export(snapshot_name=row[2], snapshot_lsn=parse_lsn(row[1]))
+            raise StatementFailed("PostgreSQL created a slot without exporting its snapshot")
+        yield ExportedSnapshot(row[2], parse_lsn(row[1]))
 
 
 async def _wait(
@@ -159,9 +150,9 @@ async def reported_wait(
     report: Report,
     what: str,
 ) -> AsyncIterator[None]:
-    """Report whom the backends wait for while the body runs; SnapshotError after the limit.
+    """Report whom the backends wait for while the body runs; StatementFailed after the limit.
 
-    `backend_pids` is read at every look, so it may grow meanwhile.
+    `backend_pids` may grow meanwhile: every look reads it again.
     """
     seen: list[str] = []
 
@@ -181,7 +172,7 @@ async def reported_wait(
         if not limit.expired():
             raise
         names = "; ".join(seen) or "unknown sessions"
-        raise SnapshotError(
+        raise StatementFailed(
             f"waited {wait_limit:g} s for {what}: {names}; end them, or raise --snapshot-wait"
         ) from error
     finally:
@@ -193,7 +184,7 @@ async def reported_wait(
 
 
 async def _abandon(creation: asyncio.Future[Any], connection: AsyncConnection[Any]) -> None:
-    """Stop a slot creation that nobody waits for any more; closing alone would not reach it."""
+    """Cancel a slot creation that nobody waits for; PostgreSQL would not notice a closed socket."""
     if creation.done():
         return
     with suppress(psycopg.Error, OSError, TimeoutError):
@@ -203,9 +194,7 @@ async def _abandon(creation: asyncio.Future[Any], connection: AsyncConnection[An
             await creation
 
 
-def _remedied(text: str) -> str:
-    if "replication slots" in text:
-        return f"{text}; raise max_replication_slots, or drop slots nobody uses"
-    if "wal_level" in text:
-        return f"{text}; set wal_level = logical and restart PostgreSQL"
-    return text
+def _remedied(error: psycopg.Error) -> str:
+    text = primary_message(error)
+    remedy = REMEDIES.get(error.sqlstate or "")
+    return f"{text}; {remedy}" if remedy else text

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 
 from bridge.errors import ProtocolError
-from bridge.snapshot.errors import SnapshotError
-from bridge.snapshot.export import problem
+from bridge.postgres.sessions import StatementFailed, primary_message
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -107,7 +106,7 @@ def copy_rows(
 ) -> Generator[list[bytes], None, None]:
     """Run a COPY and give its rows block by block, without newlines.
 
-    An error of the server raises SnapshotError. Closing the generator early cancels the COPY; the
+    An error of the server raises StatementFailed. Closing the generator early cancels the COPY; the
     session can go on either way, after a rollback to a savepoint.
     """
     if connection.pgconn.ssl_in_use or _is_gss_encrypted(connection):
@@ -137,7 +136,7 @@ def _rows_through_libpq(
             if rows:
                 yield rows
     except psycopg.Error as error:
-        raise SnapshotError(problem(error)) from error
+        raise StatementFailed(primary_message(error)) from error
 
 
 def _rows_from_socket(
@@ -155,7 +154,7 @@ def _rows_from_socket(
                 if rows:
                     yield rows
         except OSError as error:
-            raise SnapshotError(f"connection to PostgreSQL lost during COPY: {error}") from error
+            raise StatementFailed(f"connection to PostgreSQL lost during COPY: {error}") from error
         except (GeneratorExit, ProtocolError):
             _cancel(connection, wire, splitter)
             raise
@@ -163,13 +162,13 @@ def _rows_from_socket(
             wire.setblocking(False)
     for kind, body in splitter.notices:
         if kind == b"E":
-            raise SnapshotError(error_text(body))
+            raise StatementFailed(error_text(body))
 
 
 def _receive(wire: socket.socket) -> bytes:
     data = wire.recv(RECEIVE_BYTES)
     if not data:
-        raise SnapshotError("PostgreSQL closed the connection during COPY")
+        raise StatementFailed("PostgreSQL closed the connection during COPY")
     return data
 
 

@@ -1,0 +1,230 @@
+"""SQL sessions that read tables, for snapshots: their settings, their errors, a worker's own."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+
+from bridge.errors import BridgeError
+from consumer_sdk.transport.cancellation import stay_cancelled
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from types import TracebackType
+
+    from psycopg import AsyncConnection
+
+    Answer = TypeVar("Answer")
+
+# Every value as the contract prints it, whatever role and database prefer; row security off turns
+# a silently filtered table into an error. The empty search path makes expressions qualify names.
+SESSION: Final = (
+    ("client_encoding", "UTF8"),
+    ("DateStyle", "ISO"),
+    ("TimeZone", "UTC"),
+    ("IntervalStyle", "postgres"),
+    ("extra_float_digits", "1"),
+    ("bytea_output", "hex"),
+    ("row_security", "off"),
+    ("search_path", ""),
+    ("statement_timeout", "0"),
+    ("lock_timeout", "0"),
+    ("idle_in_transaction_session_timeout", "0"),
+    ("idle_session_timeout", "0"),
+    ("transaction_timeout", "0"),
+)
+
+SESSION_SQL: Final = """
+SELECT set_config(s.name, w.value, false)
+FROM unnest(%s::text[], %s::text[]) AS w(name, value)
+JOIN pg_catalog.pg_settings s ON lower(s.name) = lower(w.name)
+"""
+
+
+class StatementFailed(BridgeError):
+    """PostgreSQL did not do what it was asked; the message is its own, without values of rows."""
+
+
+class LockTimeout(StatementFailed):
+    """Another session holds a lock for longer than this one may wait."""
+
+
+def primary_message(error: psycopg.Error) -> str:
+    """What PostgreSQL says, without the detail lines that can hold values of rows."""
+    text = error.diag.message_primary or str(error).partition("\n")[0]
+    return text or type(error).__name__
+
+
+@contextmanager
+def statement_errors() -> Iterator[None]:
+    """Turn errors of the driver into StatementFailed, or LockTimeout, while the body runs."""
+    try:
+        yield
+    except psycopg.errors.LockNotAvailable as error:
+        raise LockTimeout(primary_message(error)) from error
+    except psycopg.Error as error:
+        raise StatementFailed(primary_message(error)) from error
+
+
+async def connect_session(
+    conninfo: str, application: str, **parameters: Any
+) -> AsyncConnection[Any]:
+    """Open a session of the bridge; each statement is its own transaction."""
+    return await psycopg.AsyncConnection.connect(
+        make_conninfo(conninfo, application_name=application, **parameters), autocommit=True
+    )
+
+
+async def set_session(connection: AsyncConnection[Any]) -> None:
+    """Give a session the settings under which values are printed."""
+    await connection.execute(SESSION_SQL, _session_parameters())
+
+
+def _session_parameters() -> list[list[str]]:
+    return [[name for name, _ in SESSION], [value for _, value in SESSION]]
+
+
+class ReconnectingSession:
+    """A session for questions now and then: one at a time, opened when first needed.
+
+    A lock is waited for `lock_seconds` and no longer: other questions wait meanwhile.
+    """
+
+    def __init__(self, conninfo: str, application: str, lock_seconds: float) -> None:
+        self._conninfo = conninfo
+        self._application = application
+        self._lock_seconds = lock_seconds
+        self._connection: AsyncConnection[Any] | None = None
+        self._turn = asyncio.Lock()
+
+    async def ask(self, question: Callable[[AsyncConnection[Any]], Awaitable[Answer]]) -> Answer:
+        """The answer to a question; it is asked again, once, where the connection was lost.
+
+        StatementFailed if PostgreSQL cannot be asked, LockTimeout if a lock is in the way.
+        """
+        async with self._turn:
+            with statement_errors():
+                try:
+                    return await question(await self._connected())
+                except psycopg.errors.LockNotAvailable:
+                    raise
+                except psycopg.OperationalError:
+                    # The server may have been restarted since the last question.
+                    await self._disconnect()
+                    await stay_cancelled()
+                    return await question(await self._connected())
+                except BaseException:
+                    # A statement that was cancelled half-way leaves a session in doubt.
+                    if self._connection is not None and not _is_idle(self._connection):
+                        await self._disconnect()
+                    raise
+
+    async def close(self) -> None:
+        """Close the connection, if there is one."""
+        async with self._turn:
+            await self._disconnect()
+
+    async def _connected(self) -> AsyncConnection[Any]:
+        if self._connection is None or self._connection.closed:
+            connection = await connect_session(self._conninfo, self._application)
+            self._connection = connection
+            await set_session(connection)
+            limit = int(self._lock_seconds * 1000)
+            await connection.execute(f"SET lock_timeout = {limit}".encode())
+        return self._connection
+
+    async def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(psycopg.Error, OSError):
+                await connection.close()
+
+
+def _is_idle(connection: AsyncConnection[Any]) -> bool:
+    return connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+
+
+class CopySession:
+    """The session of a snapshot worker: one read-only transaction in an imported snapshot.
+
+    Every method blocks, and raises StatementFailed where PostgreSQL refuses.
+    """
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        self.connection = connection
+
+    @classmethod
+    def open(cls, conninfo: str, snapshot_name: str) -> CopySession:
+        """Connect and import the snapshot that another session exports."""
+        with statement_errors():
+            connection = psycopg.connect(
+                make_conninfo(conninfo, application_name="tailrace snapshot"), autocommit=True
+            )
+        try:
+            with statement_errors():
+                connection.execute(SESSION_SQL, _session_parameters())
+                connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                name = snapshot_name.replace("'", "''")
+                connection.execute(f"SET TRANSACTION SNAPSHOT '{name}'".encode())
+        except StatementFailed:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def __enter__(self) -> CopySession:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                # The locks are gone when this returns, which closing alone does not promise.
+                self._execute("COMMIT")
+        finally:
+            self.connection.close()
+
+    @property
+    def backend_pid(self) -> int:
+        """The process id of the session's backend."""
+        return self.connection.info.backend_pid
+
+    def set_lock_timeout(self, seconds: float) -> None:
+        """Limit how long a lock is waited for."""
+        self._execute(f"SET lock_timeout = {int(seconds * 1000)}")
+
+    def set_idle_timeout(self, seconds: float) -> None:
+        """Limit how long the session keeps its locks without a statement."""
+        self._execute(f"SET idle_in_transaction_session_timeout = {int(seconds * 1000)}")
+
+    def lock(self, statement: str) -> None:
+        """Take a lock; the transaction goes on where that fails."""
+        self.set_savepoint()
+        try:
+            self._execute(statement)
+        except StatementFailed:
+            self.roll_back_to_savepoint()
+            raise
+
+    def set_savepoint(self) -> None:
+        """Mark where `roll_back_to_savepoint` returns to."""
+        self._execute("SAVEPOINT tailrace")
+
+    def release_savepoint(self) -> None:
+        """Keep what was done since the savepoint."""
+        self._execute("RELEASE SAVEPOINT tailrace")
+
+    def roll_back_to_savepoint(self) -> None:
+        """Forget a statement that failed or was cancelled."""
+        self._execute("ROLLBACK TO SAVEPOINT tailrace")
+
+    def _execute(self, statement: str) -> None:
+        with statement_errors():
+            self.connection.execute(statement.encode())

@@ -1,0 +1,313 @@
+"""The snapshots under way: their states, their queue, and how each of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import nats.errors
+
+from bridge.snapshot.coordinator.store import JETSTREAM_ERRORS, STOPPED, SnapshotRecord
+from bridge.snapshot.errors import SnapshotError
+from consumer_sdk.transport.cancellation import stay_cancelled, uninterrupted
+from consumer_sdk.transport.logfmt import event
+from consumer_sdk.wire import envelope
+from consumer_sdk.wire.checksums import snapshot_checksum
+from consumer_sdk.wire.subjects import format_table_name, table_token
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nats.aio.client import Client
+
+    from bridge.snapshot.coordinator.requests import RequestOptions, SnapshotRequest
+    from bridge.snapshot.coordinator.store import SnapshotStore
+    from bridge.snapshot.tables import Piece, TableDescription
+    from bridge.source import Source
+    from bridge.telemetry.stats import BridgeStats, SnapshotGauge, SnapshotState
+
+    JobKey: TypeAlias = "tuple[str, str, RequestOptions]"
+
+logger = logging.getLogger(__name__)
+
+MOST_EXPORTS: Final = 2
+PROGRESS_SECONDS: Final = 1.0
+
+
+class JobState(StrEnum):
+    """Where a snapshot is; the values are those of answers and progress messages."""
+
+    WAITING = "waiting"
+    """In the queue, or while its export is made and its table is locked."""
+    COPYING = "copying"
+    READY = "ready"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        return not _FOLLOWING[self]
+
+
+_FOLLOWING: Final[Mapping[JobState, frozenset[JobState]]] = {
+    JobState.WAITING: frozenset({JobState.COPYING, JobState.FAILED}),
+    JobState.COPYING: frozenset({JobState.READY, JobState.FAILED}),
+    JobState.READY: frozenset(),
+    JobState.FAILED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class SnapshotJob:
+    """A snapshot of one table with one set of options; all who ask for it share it."""
+
+    schema: str
+    table: str
+    options: RequestOptions
+    asked: dict[str, Any]
+    snapshot_id: str
+    progress: SnapshotGauge
+    state: JobState = JobState.WAITING
+    attempts: int = 0
+    record_revision: int = 0
+    description: TableDescription | None = None
+    """The table as it was before the export."""
+    schema_document: dict[str, Any] = field(default_factory=dict)
+    snapshot_lsn: int = 0
+    cdc_seq: int = 0
+    stream_created: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    """Those that no worker has been given yet."""
+    workers: set[int] = field(default_factory=set)
+    """Those that copy it, or hold rows of it."""
+    next_chunk: int = 0
+    chunk_digests: dict[int, str] = field(default_factory=dict)
+    """By number, of the chunks that the stream has acknowledged."""
+    rows: int = 0
+    objects: list[str] = field(default_factory=list)
+    waiting_for: list[str] = field(default_factory=list)
+    error: str | None = None
+    no_more_chunks: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no worker can send a chunk of it any more."""
+
+    @property
+    def key(self) -> JobKey:
+        """What two requests must have in common to share this snapshot."""
+        return self.schema, self.table, self.options
+
+    @property
+    def record(self) -> SnapshotRecord:
+        """What is recorded of it while it is under way."""
+        return SnapshotRecord(self.schema, self.table, self.snapshot_id)
+
+    @property
+    def token(self) -> str:
+        return table_token(self.schema, self.table)
+
+    @property
+    def name(self) -> str:
+        """The table as SQL spells it."""
+        return format_table_name(self.schema, self.table)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether every row is in an acknowledged chunk."""
+        return not self.pieces and not self.workers and len(self.chunk_digests) == self.next_chunk
+
+    def move_to(self, state: JobState) -> None:
+        """Enter the next state; ValueError for one that cannot follow."""
+        if state not in _FOLLOWING[self.state]:
+            raise ValueError(f"a snapshot that is {self.state} cannot become {state}")
+        self.state = state
+
+    def wait_for(self, sessions: list[str]) -> None:
+        """Note what keeps it waiting, nothing if the list is empty."""
+        self.waiting_for = self.progress.waiting_for = sessions
+
+    def take_number(self) -> int | None:
+        """The number of the next chunk, None if no more are wanted."""
+        if self.state.is_final:
+            return None
+        number = self.next_chunk
+        self.next_chunk += 1
+        return number
+
+    def note_stored(self, number: int, rows: int, digest: str) -> None:
+        """Count a chunk that the stream has acknowledged."""
+        self.chunk_digests[number] = digest
+        self.rows += rows
+        self.progress.rows = self.rows
+        self.progress.chunks = len(self.chunk_digests)
+
+    def checksum(self) -> str:
+        """The checksum of all chunks together, for the meta."""
+        return snapshot_checksum(self.chunk_digests, self.next_chunk)
+
+
+class JobRegistry:
+    """Every snapshot under way, by what was asked; adds, queues and ends them."""
+
+    def __init__(
+        self, client: Client, source: Source, store: SnapshotStore, stats: BridgeStats
+    ) -> None:
+        self._client = client
+        self._source = source
+        self._store = store
+        self._stats = stats
+        self._jobs: dict[JobKey, SnapshotJob] = {}
+        self._queue: list[SnapshotJob] = []
+        self._queued = asyncio.Event()
+        self.exports = asyncio.Semaphore(MOST_EXPORTS)
+        """One for each export that may run."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def find(self, key: JobKey) -> SnapshotJob | None:
+        """The snapshot under way that a request can share."""
+        return self._jobs.get(key)
+
+    async def add(self, schema: str, table: str, request: SnapshotRequest) -> SnapshotJob:
+        """Begin a snapshot: record it, then queue it."""
+        snapshot_id = _new_snapshot_id()
+        progress = self._stats.begin_snapshot(snapshot_id, format_table_name(schema, table))
+        job = SnapshotJob(schema, table, request.options, request.asked, snapshot_id, progress)
+        self._jobs[job.key] = job
+        try:
+            await self._store.put_record(job)
+        except BaseException:
+            del self._jobs[job.key], self._stats.snapshots[snapshot_id]
+            raise
+        event(logger, "snapshot requested", table=job.name, snapshot_id=snapshot_id)
+        self._enqueue(job)
+        return job
+
+    def restart(self, job: SnapshotJob) -> None:
+        """Queue a job again whose table changed before the first row was copied."""
+        event(logger, "snapshot begins again", table=job.name, snapshot_id=job.snapshot_id)
+        self._enqueue(job)
+
+    def _enqueue(self, job: SnapshotJob) -> None:
+        if self.exports.locked():
+            job.wait_for([f"one of the {MOST_EXPORTS} exports under way to end"])
+        self._queue.append(job)
+        self._queued.set()
+
+    async def wait_queued(self) -> None:
+        """Wait until a job is in the queue."""
+        await self._queued.wait()
+
+    def take_queued(self) -> list[SnapshotJob]:
+        """Empty the queue."""
+        self._queued.clear()
+        jobs, self._queue = self._queue, []
+        return jobs
+
+    async def begin_copy(self, job: SnapshotJob) -> None:
+        """The table is locked and cut into pieces."""
+        job.move_to(JobState.COPYING)
+        job.progress.state = "copying"
+        await self.publish_progress(job)
+
+    async def complete(self, job: SnapshotJob) -> None:
+        """Publish the meta of a copied job; it fails where that cannot be done."""
+        # Once begun it goes through: a stop in the middle would take back what readers have seen.
+        await uninterrupted(asyncio.create_task(self._complete(job)))
+
+    async def _complete(self, job: SnapshotJob) -> None:
+        try:
+            await self._store.publish_meta(job)
+        except (SnapshotError, *JETSTREAM_ERRORS) as error:
+            await self.fail(job, f"the snapshot could not be completed: {error}")
+            return
+        job.move_to(JobState.READY)
+        self._remove(job, "done")
+        event(
+            logger,
+            "snapshot complete",
+            table=job.name,
+            snapshot_id=job.snapshot_id,
+            rows=job.rows,
+            chunks=job.next_chunk,
+            seconds=time.time() - job.progress.started_at,
+        )
+        await self.publish_progress(job)
+
+    async def fail(self, job: SnapshotJob, error: str) -> None:
+        """End a job without a result; one that is over already stays as it is."""
+        await self._fail(job, error, "failed")
+
+    async def cancel(self, job: SnapshotJob) -> None:
+        """End a job because the bridge stops."""
+        await self._fail(job, STOPPED, "cancelled")
+
+    async def cancel_all(self) -> None:
+        """End what is under way, once no worker is left."""
+        for job in tuple(self._jobs.values()):
+            await self.cancel(job)
+            job.no_more_chunks.set()
+
+    async def _fail(self, job: SnapshotJob, error: str, shown: SnapshotState) -> None:
+        if job.state.is_final:
+            return
+        job.move_to(JobState.FAILED)
+        job.error = job.progress.error = error
+        self._remove(job, shown)
+        event(
+            logger,
+            "snapshot failed",
+            level=logging.WARNING,
+            table=job.name,
+            snapshot_id=job.snapshot_id,
+            error=error,
+        )
+        await self.publish_progress(job)
+        self._store.publish_error_later(job, error)
+
+    def _remove(self, job: SnapshotJob, shown: SnapshotState) -> None:
+        job.progress.state = shown
+        job.wait_for([])
+        job.progress.finished_at = time.time()
+        self._jobs.pop(job.key, None)
+
+    async def publish_progress_regularly(self) -> None:
+        """Say once a second how far every snapshot is, so that readers can tell slow from dead."""
+        while True:
+            await stay_cancelled()
+            await asyncio.sleep(PROGRESS_SECONDS)
+            for job in tuple(self._jobs.values()):
+                await self.publish_progress(job)
+
+    async def publish_progress(self, job: SnapshotJob) -> None:
+        """Say how far a snapshot is, to whoever listens now."""
+        document = {
+            "v": envelope.WIRE_VERSION,
+            "snapshot_id": job.snapshot_id,
+            "table": job.table,
+            "schema": job.schema,
+            "state": job.state.value,
+            "rows": job.rows,
+            "chunks": len(job.chunk_digests),
+            "pieces_left": len(job.pieces),
+            "estimated_rows": job.progress.total_estimate,
+            "waiting_for": job.waiting_for,
+            "error": job.error,
+            "ts": time.time_ns() // 1000,
+        }
+        # A snapshot does not fail for want of a message that is not stored anyway.
+        with suppress(nats.errors.Error, OSError):
+            await self._client.publish(
+                self._source.subjects.snapshot_progress(job.token, job.snapshot_id),
+                envelope.encode(document, as_json=self._source.as_json),
+                headers={envelope.CONTENT_TYPE: self._source.content_type},
+            )
+
+
+def _new_snapshot_id() -> str:
+    """An id that no other snapshot has or will have, safe as a token of a subject."""
+    return f"{time.time_ns() // 1_000_000:x}-{secrets.token_hex(6)}"

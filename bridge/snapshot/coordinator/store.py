@@ -1,0 +1,445 @@
+"""What JetStream keeps of snapshots.
+
+INIT holds the chunks, and for each table metas and errors; the object store holds wide rows; the
+KV bucket `bridge` holds a record of every snapshot under way. A snapshot ends with its meta or with
+its error, and then its record is removed. A record that is there when a bridge becomes active
+belongs to a bridge that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import nats.errors
+import nats.js.errors
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+from bridge.errors import Retryable
+from bridge.jetstream.dictionaries import DictionaryStore
+from bridge.jetstream.streams import ApiError, StreamState, stream_state
+from bridge.schemas.store import read_document
+from bridge.snapshot.errors import SnapshotError
+from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.holds import hold_async
+from consumer_sdk.transport.logfmt import event
+from consumer_sdk.wire import envelope
+from consumer_sdk.wire.errors import MISFITS, WireError
+from consumer_sdk.wire.subjects import table_token
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+    from nats.aio.client import Client
+    from nats.js.kv import KeyValue
+
+    from bridge.snapshot.coordinator.jobs import SnapshotJob
+    from bridge.snapshot.tables import TableDescription
+    from bridge.source import Source
+
+logger = logging.getLogger(__name__)
+
+STOPPED: Final = "the bridge stopped while the snapshot was under way; ask again"
+OVERTAKEN: Final = "another bridge has taken over; ask again"
+CONSUMER_SECONDS: Final = 10.0
+PUBLISH_ATTEMPTS: Final = 4
+RETRY_SECONDS: Final = 1.0
+CLOSE_SECONDS: Final = 5.0
+JETSTREAM_ERRORS: Final = (nats.errors.Error, OSError, TimeoutError, ApiError, Retryable)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRecord:
+    """A snapshot that a bridge of this source has begun; complete once every chunk is stored."""
+
+    schema: str
+    table: str
+    snapshot_id: str
+    is_complete: bool = False
+
+    @property
+    def token(self) -> str:
+        return table_token(self.schema, self.table)
+
+    @property
+    def meta_id(self) -> str:
+        """The message id of its meta."""
+        return f"{self.snapshot_id}-meta"
+
+    @property
+    def error_id(self) -> str:
+        """The message id of its error."""
+        return f"{self.snapshot_id}-error"
+
+    @property
+    def object_prefix(self) -> str:
+        """What the names of its objects begin with."""
+        return f"snapshot-{self.snapshot_id}-"
+
+
+@dataclass(frozen=True, slots=True)
+class MetaIdentity:
+    """The fields of a meta that must match for it to be used again."""
+
+    source: str
+    epoch: int
+    relation_id: int
+    schema_version: int
+    columns: tuple[str, ...]
+    row_filter: str | None
+    format: str
+    zstd: bool
+
+
+class SnapshotStore:
+    """Writes and reads what outlives the process; one per active bridge."""
+
+    def __init__(self, client: Client, source: Source) -> None:
+        self._client = client
+        self._js = client.jetstream()
+        self._source = source
+        self._subjects = source.subjects
+        self._failures: set[asyncio.Task[None]] = set()
+        self._bucket: KeyValue
+        self._schemas: KeyValue
+        self.dictionaries: DictionaryStore
+
+    async def open(self) -> None:
+        """Find the buckets."""
+        self._bucket = await self._js.key_value(self._subjects.bridge_bucket)
+        self._schemas = await self._js.key_value(self._subjects.schemas_bucket)
+        self.dictionaries = DictionaryStore(await self._js.key_value(self._subjects.dicts_bucket))
+
+    async def close(self) -> None:
+        """Wait a little for errors that are not published yet.
+
+        The next active bridge publishes those that are late.
+        """
+        if not self._failures:
+            return
+        _, late = await asyncio.wait(self._failures, timeout=CLOSE_SECONDS)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    async def cdc_state(self) -> StreamState:
+        """The CDC stream as its leader has it."""
+        try:
+            state = await stream_state(self._client, self._subjects.cdc_stream)
+        except (ApiError, Retryable) as error:
+            raise SnapshotError(f"stream {self._subjects.cdc_stream}: {error}") from error
+        if state is None:
+            raise SnapshotError(f"there is no stream {self._subjects.cdc_stream}")
+        return state
+
+    async def put_record(self, job: SnapshotJob) -> None:
+        """Record that a snapshot is under way, before anybody is told its id."""
+        key = _key(job.snapshot_id)
+        job.record_revision = await self._bucket.put(key, self._record_value(job.record))
+
+    async def publish_meta(self, job: SnapshotJob) -> None:
+        """Publish the meta; SnapshotError if a chunk is missing or another bridge took over."""
+        if not await self._holds_record(job):
+            raise SnapshotError(OVERTAKEN)
+        stored = await self._count_chunks(job.token, job.snapshot_id)
+        if stored != job.next_chunk:
+            raise SnapshotError(
+                f"stream {self._subjects.init_stream} holds {stored} of {job.next_chunk} chunks; "
+                "look at its limits"
+            )
+        await self._complete_record(job)
+        await hold_async("between-chunk-and-meta")
+        subject = self._subjects.meta(job.token)
+        await self._publish(subject, self._meta(job), job.record.meta_id)
+        with suppress(*JETSTREAM_ERRORS):
+            await self._remove_record(job.snapshot_id)
+
+    def publish_error_later(self, job: SnapshotJob, error: str) -> None:
+        """Publish the error of a failed job in the background, for as long as NATS is away.
+
+        What was stored of it is purged once no worker can store more.
+        """
+        task = asyncio.create_task(self._end_failed(job, error), name="snapshot error")
+        self._failures.add(task)
+        task.add_done_callback(self._failures.discard)
+
+    async def end_abandoned(self) -> None:
+        """Publish the errors of snapshots that an earlier bridge left under way, and purge them."""
+        abandoned = []
+        for record in await self._records():
+            # A bridge that died between its last two steps may have taken the first.
+            if record.is_complete and await self._has_meta(record):
+                await self._remove_record(record.snapshot_id)
+            else:
+                abandoned.append(record)
+        names = await self._object_names() if abandoned else []
+        for record in abandoned:
+            await self._publish_error(record, STOPPED)
+            await self._purge(record, [n for n in names if n.startswith(record.object_prefix)])
+            event(logger, "snapshot of an earlier bridge ended", snapshot_id=record.snapshot_id)
+
+    async def is_foreign(self, token: str) -> bool:
+        """Whether another source of the stream publishes this table."""
+        try:
+            document = read_document((await self._schemas.get(token)).value or b"")
+        except (nats.js.errors.KeyNotFoundError, nats.js.errors.InvalidKeyError):
+            return False
+        return document is not None and document.get("source") != self._source.name
+
+    async def find_reusable(self, token: str, wanted: MetaIdentity) -> str | None:
+        """Id of the table's newest finished snapshot, if it still is what a new one would be."""
+        meta = await self._newest_meta(token)
+        if meta is None:
+            return None
+        try:
+            found = MetaIdentity(
+                meta["source"],
+                meta["epoch"],
+                meta["relation_id"],
+                meta["schema_version"],
+                tuple(column["name"] for column in meta["columns"]),
+                meta["row_filter"],
+                meta["format"],
+                meta["zstd"],
+            )
+            if found == wanted and await self._is_whole(meta):
+                return str(meta["snapshot_id"])
+        except (KeyError, TypeError):
+            # Another version wrote this meta.
+            return None
+        return None
+
+    async def _end_failed(self, job: SnapshotJob, error: str) -> None:
+        await _until_stored(lambda: self._publish_error(job.record, error))
+        # A chunk that arrives after the purge would stay.
+        await job.no_more_chunks.wait()
+        await _until_stored(lambda: self._purge(job.record, job.objects))
+
+    async def _publish_error(self, record: SnapshotRecord, error: str) -> None:
+        document = {
+            "v": envelope.WIRE_VERSION,
+            "source": self._source.name,
+            "epoch": self._source.epoch,
+            "snapshot_id": record.snapshot_id,
+            "table": record.table,
+            "schema": record.schema,
+            "error": error,
+            "ts": time.time_ns() // 1000,
+        }
+        await self._publish(self._subjects.error(record.token), document, record.error_id)
+
+    async def _publish(self, subject: str, document: dict[str, Any], message_id: str) -> None:
+        """Store a document once, however often it is sent: its message id stays the same."""
+        headers = {
+            envelope.MSG_ID: message_id,
+            envelope.CONTENT_TYPE: self._source.content_type,
+        }
+        body = envelope.encode(document, as_json=self._source.as_json)
+        stream = self._subjects.init_stream
+        for attempt in range(PUBLISH_ATTEMPTS):
+            try:
+                await self._js.publish(subject, body, stream=stream, headers=dict(headers))
+            except (nats.errors.TimeoutError, TimeoutError, nats.js.errors.NoStreamResponseError):
+                if attempt + 1 == PUBLISH_ATTEMPTS:
+                    raise
+            else:
+                return
+
+    async def _purge(self, record: SnapshotRecord, objects: Iterable[str]) -> None:
+        """Remove everything of a failed snapshot; its record goes last."""
+        chunks = self._subjects.chunk(record.token, record.snapshot_id, "*")
+        await self._js.purge_stream(self._subjects.init_stream, subject=chunks)
+        for name in objects:
+            # One that is gone already does not matter.
+            with suppress(nats.js.errors.NotFoundError):
+                store = await self._js.object_store(self._subjects.objects_bucket)
+                await store.delete(name)
+        await self._remove_record(record.snapshot_id)
+
+    async def _object_names(self) -> list[str]:
+        try:
+            store = await self._js.object_store(self._subjects.objects_bucket)
+            listed = await store.list(ignore_deletes=True)
+        except nats.js.errors.NotFoundError:
+            return []
+        return [item.name for item in listed]
+
+    async def _count_chunks(self, token: str, snapshot_id: str) -> int:
+        """How many chunks are stored, by the pending messages of a consumer that reads none."""
+        stream = self._subjects.init_stream
+        consumer = await self._js.add_consumer(
+            stream,
+            ConsumerConfig(
+                filter_subject=self._subjects.chunk(token, snapshot_id, "*"),
+                deliver_policy=DeliverPolicy.ALL,
+                ack_policy=AckPolicy.NONE,
+                inactive_threshold=CONSUMER_SECONDS,
+                mem_storage=True,
+            ),
+        )
+        with suppress(*JETSTREAM_ERRORS):
+            await self._js.delete_consumer(stream, consumer.name)
+        return consumer.num_pending or 0
+
+    async def _newest_meta(self, token: str) -> dict[str, Any] | None:
+        """The table's last meta, None if there is none that this version can read."""
+        try:
+            message = await self._js.get_last_msg(
+                self._subjects.init_stream, self._subjects.meta(token)
+            )
+            return envelope.decode_payload(message.headers, message.data or b"")
+        except (nats.js.errors.NotFoundError, WireError):
+            return None
+
+    async def _has_meta(self, record: SnapshotRecord) -> bool:
+        """Whether the meta of this snapshot is among those of its table."""
+        subject = self._subjects.meta(record.token)
+        sequence = 1
+        while True:
+            try:
+                message = await self._js.get_msg(
+                    self._subjects.init_stream, seq=sequence, subject=subject, next=True
+                )
+            except nats.js.errors.NotFoundError:
+                return False
+            if (message.headers or {}).get(envelope.MSG_ID) == record.meta_id:
+                return True
+            sequence = (message.seq or sequence) + 1
+
+    async def _is_whole(self, meta: dict[str, Any]) -> bool:
+        """Whether every chunk is stored, and CDC holds every change since."""
+        state = await self.cdc_state()
+        if (meta["stream"], meta["stream_created"]) != (state.name, state.created_us):
+            return False
+        if not state.first_seq <= meta["cdc_seq"] <= state.last_seq + 1:
+            return False
+        token = table_token(meta["schema"], meta["table"])
+        stored = await self._count_chunks(token, meta["snapshot_id"])
+        return bool(stored == meta["batch_count"])
+
+    async def _records(self) -> list[SnapshotRecord]:
+        """The records of this source."""
+        found = []
+        for key in await self._record_keys():
+            try:
+                record = read_record((await self._bucket.get(key)).value, self._source.name)
+            except nats.js.errors.KeyNotFoundError:
+                continue
+            if record is not None:
+                found.append(record)
+        return found
+
+    async def _record_keys(self) -> list[str]:
+        watcher = await self._bucket.watch(_key("*"), ignore_deletes=True, meta_only=True)
+        try:
+            keys = []
+            async for entry in watcher:
+                # None says that everything stored has been seen.
+                if entry is None:
+                    break
+                keys.append(entry.key)
+            return keys
+        finally:
+            await watcher.stop()  # type: ignore[no-untyped-call]
+
+    async def _holds_record(self, job: SnapshotJob) -> bool:
+        """Whether no other bridge has ended this snapshot."""
+        try:
+            await self._bucket.get(_key(job.snapshot_id), revision=job.record_revision)
+        except nats.js.errors.KeyNotFoundError:
+            return False
+        return True
+
+    async def _complete_record(self, job: SnapshotJob) -> None:
+        """Claim the right to publish the meta; SnapshotError if another bridge took over."""
+        complete = SnapshotRecord(job.schema, job.table, job.snapshot_id, is_complete=True)
+        try:
+            await self._bucket.update(
+                _key(job.snapshot_id), self._record_value(complete), last=job.record_revision
+            )
+        except nats.js.errors.KeyWrongLastSequenceError as error:
+            raise SnapshotError(OVERTAKEN) from error
+
+    async def _remove_record(self, snapshot_id: str) -> None:
+        """Purge the key: deleting it would leave a marker for each snapshot."""
+        name = self._subjects.bridge_bucket
+        await self._js.purge_stream(f"KV_{name}", subject=f"$KV.{name}.{_key(snapshot_id)}")
+
+    def _record_value(self, record: SnapshotRecord) -> bytes:
+        document = {
+            "source": self._source.name,
+            "schema": record.schema,
+            "table": record.table,
+            "snapshot_id": record.snapshot_id,
+            "is_complete": record.is_complete,
+        }
+        return json.dumps(document).encode()
+
+    def _meta(self, job: SnapshotJob) -> dict[str, Any]:
+        assert job.description is not None
+        return {
+            "v": envelope.WIRE_VERSION,
+            "snapshot_id": job.snapshot_id,
+            "source": self._source.name,
+            "epoch": self._source.epoch,
+            "table": job.table,
+            "schema": job.schema,
+            "relation_id": job.description.oid,
+            "lsn": job.snapshot_lsn,
+            "timestamp": time.time_ns() // 1000,
+            "batch_count": job.next_chunk,
+            "row_count": job.rows,
+            "schema_version": job.schema_document["schema_version"],
+            "columns": _columns(job.description, job.schema_document),
+            "options": job.asked,
+            "format": job.options.format,
+            "zstd": job.options.zstd,
+            "row_filter": job.description.row_filter,
+            "stream": self._subjects.cdc_stream,
+            "stream_created": job.stream_created,
+            "cdc_seq": job.cdc_seq,
+            "checksum": job.checksum(),
+        }
+
+
+def read_record(value: bytes | None, source: str) -> SnapshotRecord | None:
+    """A record of this source; None for one of another source, and for anything else."""
+    try:
+        document = json.loads(value or b"")
+        if document["source"] != source:
+            return None
+        return SnapshotRecord(
+            str(document["schema"]),
+            str(document["table"]),
+            str(document["snapshot_id"]),
+            document["is_complete"] is True,
+        )
+    except MISFITS:
+        return None
+
+
+async def _until_stored(work: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await stay_cancelled()
+        try:
+            await work()
+        except JETSTREAM_ERRORS:
+            logger.debug("end of a snapshot not stored yet", exc_info=True)
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            return
+
+
+def _columns(table: TableDescription, schema_document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The copied columns, as the schema document describes them."""
+    known = {column["name"]: column for column in schema_document["columns"]}
+    return [{**column.to_document(), **known.get(column.name, {})} for column in table.columns]
+
+
+def _key(snapshot_id: str) -> str:
+    return f"snapshot.{snapshot_id}"
