@@ -1,11 +1,11 @@
 """Errors of snapshots, by what becomes of the request.
 
 Refused
-    The request is answered with the reason; nothing was begun.
+    The request is answered with the reason; no snapshot was begun.
 ForeignTable
-    The request is not answered: the bridge that publishes the table will.
+    The request is not answered, because the bridge that publishes the table answers it.
 SnapshotError
-    The snapshot ends: its readers are told the message, the next request begins a new one.
+    The snapshot fails with this message; the next request begins a new one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bridge.errors import BridgeError
 
 
 class Refused(BridgeError):
-    """A request that cannot be granted; the message says why and what would be."""
+    """A request that cannot be granted; the message says why, and what can be asked instead."""
 
 
 class ForeignTable(BridgeError):
