@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 
 from bridge.errors import ProtocolError
-from bridge.postgres.sessions import StatementFailed, primary_message
+from bridge.postgres.errors import StatementFailed, primary_message
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
 import psycopg
 
-from bridge.errors import Retryable, SourceError
+from bridge.errors import BridgeError, Retryable, SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DriverError = psycopg.Error
 """What every call of the driver may raise."""
@@ -17,6 +21,7 @@ UNDEFINED_DATABASE: Final = "3D000"
 INSUFFICIENT_PRIVILEGE: Final = "42501"
 UNDEFINED_OBJECT: Final = "42704"
 FEATURE_NOT_SUPPORTED: Final = "0A000"
+CONFIGURATION_LIMIT_EXCEEDED: Final = "53400"
 OBJECT_NOT_IN_PREREQUISITE_STATE: Final = "55000"
 OBJECT_IN_USE: Final = "55006"
 TLS_REFUSED: Final = "tls"
@@ -86,3 +91,28 @@ def explain(error: DriverError, doing: str) -> SourceError | Retryable:
 def connection_lost(error: DriverError) -> Retryable:
     """A replication connection that broke."""
     return Retryable(f"replication connection lost: {one_line(error)}")
+
+
+class StatementFailed(BridgeError):
+    """PostgreSQL did not do what it was asked; the message is its own, without values of rows."""
+
+
+class LockTimeout(StatementFailed):
+    """Another session holds a lock for longer than this one may wait."""
+
+
+def primary_message(error: psycopg.Error) -> str:
+    """What PostgreSQL says, without the detail lines that can hold values of rows."""
+    text = error.diag.message_primary or str(error).partition("\n")[0]
+    return text or type(error).__name__
+
+
+@contextmanager
+def statement_errors() -> Iterator[None]:
+    """Turn errors of the driver into StatementFailed, or LockTimeout, while the body runs."""
+    try:
+        yield
+    except psycopg.errors.LockNotAvailable as error:
+        raise LockTimeout(primary_message(error)) from error
+    except psycopg.Error as error:
+        raise StatementFailed(primary_message(error)) from error

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
-from bridge.postgres.sessions import StatementFailed, connect_session, primary_message
+from bridge.postgres.errors import (
+    CONFIGURATION_LIMIT_EXCEEDED,
+    OBJECT_NOT_IN_PREREQUISITE_STATE,
+    StatementFailed,
+    primary_message,
+)
+from bridge.postgres.sessions import connect_session
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.lsn import parse_lsn
 
@@ -48,10 +54,9 @@ ORDER BY p.prepared
 """
 
 
-# By SQLSTATE: configuration_limit_exceeded, object_not_in_prerequisite_state.
 REMEDIES: Final = {
-    "53400": "raise max_replication_slots, or drop slots nobody uses",
-    "55000": "set wal_level = logical and restart PostgreSQL",
+    CONFIGURATION_LIMIT_EXCEEDED: "raise max_replication_slots, or drop slots nobody uses",
+    OBJECT_NOT_IN_PREREQUISITE_STATE: "set wal_level = logical and restart PostgreSQL",
 }
 POLL_SECONDS: Final = 0.5
 CANCEL_SECONDS: Final = 5.0

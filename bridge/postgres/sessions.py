@@ -1,19 +1,19 @@
-"""SQL sessions that read tables, for snapshots: their settings, their errors, a worker's own."""
+"""SQL sessions that read tables for snapshots: the coordinator's, and a worker's."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psycopg
 from psycopg.conninfo import make_conninfo
 
-from bridge.errors import BridgeError
+from bridge.postgres.errors import StatementFailed, statement_errors
 from consumer_sdk.transport.cancellation import stay_cancelled
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable
     from types import TracebackType
 
     from psycopg import AsyncConnection
@@ -43,31 +43,6 @@ SELECT set_config(s.name, w.value, false)
 FROM unnest(%s::text[], %s::text[]) AS w(name, value)
 JOIN pg_catalog.pg_settings s ON lower(s.name) = lower(w.name)
 """
-
-
-class StatementFailed(BridgeError):
-    """PostgreSQL did not do what it was asked; the message is its own, without values of rows."""
-
-
-class LockTimeout(StatementFailed):
-    """Another session holds a lock for longer than this one may wait."""
-
-
-def primary_message(error: psycopg.Error) -> str:
-    """What PostgreSQL says, without the detail lines that can hold values of rows."""
-    text = error.diag.message_primary or str(error).partition("\n")[0]
-    return text or type(error).__name__
-
-
-@contextmanager
-def statement_errors() -> Iterator[None]:
-    """Turn errors of the driver into StatementFailed, or LockTimeout, while the body runs."""
-    try:
-        yield
-    except psycopg.errors.LockNotAvailable as error:
-        raise LockTimeout(primary_message(error)) from error
-    except psycopg.Error as error:
-        raise StatementFailed(primary_message(error)) from error
 
 
 async def connect_session(

@@ -9,7 +9,8 @@ import pytest
 
 from bridge.postgres.catalog import Catalog
 from bridge.postgres.copy_stream import _rows_from_socket, _rows_through_libpq
-from bridge.postgres.sessions import StatementFailed, set_session
+from bridge.postgres.errors import StatementFailed
+from bridge.postgres.sessions import set_session
 from bridge.snapshot.tables import describe_table
 from tests.fixtures.postgres import both_versions
 

@@ -13,7 +13,7 @@ import msgpack
 import nats.errors
 
 from bridge.errors import BridgeError, Retryable
-from bridge.postgres.sessions import LockTimeout, StatementFailed
+from bridge.postgres.errors import LockTimeout, StatementFailed
 from bridge.snapshot.errors import ForeignTable, Refused
 from consumer_sdk.wire import envelope
 from consumer_sdk.wire.errors import WireError

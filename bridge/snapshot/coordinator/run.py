@@ -11,14 +11,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 from bridge.errors import BridgeError, Retryable
+from bridge.postgres.errors import LockTimeout, StatementFailed, statement_errors
 from bridge.postgres.export import exported_snapshot, reported_wait
-from bridge.postgres.sessions import (
-    LockTimeout,
-    StatementFailed,
-    connect_session,
-    set_session,
-    statement_errors,
-)
+from bridge.postgres.sessions import connect_session, set_session
 from bridge.snapshot.errors import Refused, SnapshotError
 from bridge.snapshot.messages import (
     ChunkNumber,

@@ -13,7 +13,8 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 from bridge.errors import BridgeError
-from bridge.postgres.sessions import CopySession, StatementFailed
+from bridge.postgres.errors import StatementFailed
+from bridge.postgres.sessions import CopySession
 from bridge.snapshot.messages import (
     Connected,
     CopyDone,
