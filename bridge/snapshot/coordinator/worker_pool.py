@@ -71,7 +71,8 @@ class WorkerProcess:
         """The next report; SnapshotError when the worker failed, hangs, or is gone."""
         while True:
             line = await self._next_line()
-            if not line:
+            # A worker that dies can leave half a line.
+            if not line.endswith(b"\n"):
                 raise SnapshotError(f"a snapshot worker ended: {await self._reason()}")
             report = decode_report(line)
             if isinstance(report, WorkerFailed):
