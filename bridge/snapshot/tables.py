@@ -17,7 +17,7 @@ from consumer_sdk.wire.subjects import format_table_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from psycopg import AsyncConnection
+    from bridge.postgres.connection import CatalogConnection
 
 PIECE_BYTES: Final = 32 * 1024 * 1024
 FEWEST_BLOCKS: Final = 16
@@ -182,7 +182,7 @@ class Piece:
 
 
 async def describe_table(
-    connection: AsyncConnection[Any], publication: str, schema: str, table: str
+    connection: CatalogConnection, publication: str, schema: str, table: str
 ) -> tuple[TableDescription, tuple[HeapSize, ...]]:
     """Look at a table; Refused where it is unknown, not published or not readable."""
     name = format_table_name(schema, table)

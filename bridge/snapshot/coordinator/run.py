@@ -8,7 +8,7 @@ row copied; the locks keep the tables as they are until the last one is.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from bridge.errors import BridgeError, Retryable
 from bridge.postgres.errors import LockTimeout, StatementFailed, statement_errors
@@ -43,8 +43,7 @@ from consumer_sdk.transport.holds import hold_async
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from psycopg import AsyncConnection
-
+    from bridge.postgres.connection import CatalogConnection
     from bridge.postgres.export import ExportedSnapshot
     from bridge.schemas.tables import PublishedTables
     from bridge.snapshot.coordinator.jobs import JobRegistry, SnapshotJob
@@ -111,7 +110,7 @@ class ExportRun:
         except StatementFailed as error:
             raise SnapshotError(str(error)) from error
 
-    async def _perform(self, catalog: AsyncConnection[Any]) -> None:
+    async def _perform(self, catalog: CatalogConnection) -> None:
         jobs = self._jobs = [job for job in self._jobs if await self._look_before(catalog, job)]
         if not jobs:
             return
@@ -136,7 +135,7 @@ class ExportRun:
                 await self._look_after(catalog, job, failed.get(index), index in contended)
             await self._copy(workers)
 
-    async def _look_before(self, catalog: AsyncConnection[Any], job: SnapshotJob) -> bool:
+    async def _look_before(self, catalog: CatalogConnection, job: SnapshotJob) -> bool:
         try:
             job.description, sizes = await self._describe(catalog, job)
         except Refused as refusal:
@@ -149,7 +148,7 @@ class ExportRun:
         return True
 
     async def _describe(
-        self, catalog: AsyncConnection[Any], job: SnapshotJob
+        self, catalog: CatalogConnection, job: SnapshotJob
     ) -> tuple[TableDescription, tuple[HeapSize, ...]]:
         description, sizes = await describe_table(
             catalog, self._source.publication, job.schema, job.table
@@ -164,7 +163,7 @@ class ExportRun:
 
     async def _import(
         self,
-        catalog: AsyncConnection[Any],
+        catalog: CatalogConnection,
         workers: Sequence[WorkerProcess],
         export: ExportedSnapshot,
     ) -> tuple[dict[int, str], set[int]]:
@@ -209,7 +208,7 @@ class ExportRun:
 
     async def _look_after(
         self,
-        catalog: AsyncConnection[Any],
+        catalog: CatalogConnection,
         job: SnapshotJob,
         lock_error: str | None,
         contended: bool,
