@@ -36,6 +36,7 @@ class Outage:
         self._stats = stats
         self._limit_seconds = limit_seconds
         self._since: float | None = None
+        self._warned = False
 
     def reset(self) -> None:
         """NATS is connected, and there is nothing to store."""
@@ -44,6 +45,8 @@ class Outage:
     def end(self) -> None:
         """Something was stored: the operator's warning goes as well."""
         self._since = None
+        self._warned = False
+        # An earlier stretch of streaming may have left the warning.
         self._stats.clear_warning(WARNING)
 
     def note(self, reason: str) -> None:
@@ -57,7 +60,9 @@ class Outage:
     async def wait(self, reason: str, remedy: str = BRING_BACK) -> None:
         """Wait before the next attempt, and say what the operator can do."""
         self.note(reason)
-        if self._stats.warn(WARNING, f"nothing can be stored: {reason}", remedy):
+        if not self._warned:
+            self._warned = True
             event(log, "cannot publish", level=logging.WARNING, reason=reason)
+        self._stats.warn(WARNING, f"nothing can be stored: {reason}", remedy)
         self._stats.last_error = reason
         await asyncio.sleep(RETRY_SECONDS if self._client.is_connected else RECONNECT_SECONDS)
