@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bridge.errors import DataAtRiskError, Retryable, SourceError
 from bridge.events.assembler import Assembler
-from bridge.events.encoder import JsonEncoder, MsgpackEncoder
+from bridge.events.messages import Packaging, content_headers
 from bridge.events.relations import CompiledRelation
 from bridge.jetstream.dictionaries import DictionaryStore
 from bridge.jetstream.objects import ObjectWriter
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from bridge.config import Settings
-    from bridge.events.encoder import Encoder
-    from bridge.events.outgoing import Item
+    from bridge.events.messages import Item
     from bridge.jetstream.broker import Broker
     from bridge.publish.resume_point import StartFacts
     from bridge.telemetry.stats import BridgeStats
@@ -237,13 +236,13 @@ class _Opening:
         ring: Ring[Item] = Ring(settings.ring_slots, settings.ring_bytes)
         stats.ring_capacity = settings.ring_slots
         stats.ring_max_bytes = ring.max_bytes
-        encoder: Encoder = JsonEncoder() if source.as_json else MsgpackEncoder()
+        packaging = self._packaging(source)
         reader = WalReader(
             connection=connection,
-            assembler=self._assembler(source, encoder, point),
+            assembler=Assembler(packaging, point.continuity.resume, pack=settings.pack),
             ring=ring,
             stats=stats,
-            compile_relation=_RelationCompiler(tables, source, encoder, postgres.is_utf8),
+            compile_relation=_RelationCompiler(tables, packaging, postgres.is_utf8),
             confirmed_lsn=lambda: confirmation.lsn,
             status_interval=settings.status_interval,
         )
@@ -276,25 +275,13 @@ class _Opening:
         snapshots = self._snapshots(source, tables)
         return Pipeline(self._slot, connection, reader, publisher, tables, coverage, snapshots)
 
-    def _assembler(self, source: Source, encoder: Encoder, point: ResumePoint) -> Assembler:
-        settings, broker = self._settings, self._broker
-        headers = f"Content-Type: {encoder.content_type}\r\n".encode()
-        compress = None
-        if settings.zstd_events:
-            compress = EventCompressor(DictionaryStore(broker.dictionaries), headers)
+    def _packaging(self, source: Source) -> Packaging:
+        broker, compress = self._broker, None
+        if self._settings.zstd_events:
+            dictionaries = DictionaryStore(broker.dictionaries)
+            compress = EventCompressor(dictionaries, content_headers(source))
             self._resources.push_async_callback(compress.close)
-        return Assembler(
-            source=source.name,
-            epoch=source.epoch,
-            subjects=source.subjects,
-            encoder=encoder,
-            resume=point.continuity.resume,
-            pack=settings.pack,
-            max_payload=broker.client.max_payload,
-            objects_bucket=source.subjects.objects_bucket,
-            headers=headers,
-            compress=compress,
-        )
+        return Packaging(source, broker.client.max_payload, compress)
 
     def _snapshots(self, source: Source, tables: PublishedTables) -> SnapshotService:
         settings = self._settings
@@ -319,18 +306,14 @@ class _RelationCompiler:
     """Gives a relation of the log its schema version and its row writers."""
 
     tables: PublishedTables
-    source: Source
-    encoder: Encoder
+    packaging: Packaging
     is_utf8: bool
 
     async def __call__(self, message: Relation, commit_lsn: int) -> CompiledRelation:
         structure, types, version, notice = await self.tables.from_log(message, commit_lsn)
-        source = self.source
         return CompiledRelation(
-            structure, types, version, notice,
-            source=source.name, epoch=source.epoch, subjects=source.subjects,
-            encoder=self.encoder, json_messages=source.as_json, utf8=self.is_utf8,
-        )  # fmt: skip
+            structure, types, version, notice, self.packaging, utf8=self.is_utf8
+        )
 
 
 @asynccontextmanager

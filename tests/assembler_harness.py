@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from bridge.events.assembler import Assembler
-from bridge.events.encoder import JsonEncoder, MsgpackEncoder
-from bridge.events.outgoing import Item, Outgoing, Oversized, SchemaNotice
+from bridge.events.messages import Item, OutgoingMessage, Oversized, Packaging, SchemaNotice
 from bridge.events.relations import CompiledRelation, Structure
 from bridge.events.resume import Resume
 from bridge.events.values import ColumnType
+from bridge.publish.ring import Ring
+from bridge.source import Source
 from bridge.wal.messages import Begin, Commit, Message, Relation
 from consumer_sdk.wire import Subjects, decode_payload, oids
 from tests.pgoutput_encoder import encode_message
@@ -38,21 +39,12 @@ class Harness:
         max_payload: int = 1024 * 1024,
         utf8: bool = True,
     ) -> None:
-        self.json = json
+        source = Source(SOURCE, EPOCH, "pub", Subjects(""), as_json=json)
+        self._packaging = Packaging(source, max_payload)
         self._utf8 = utf8
-        self._encoder = JsonEncoder() if json else MsgpackEncoder()
-        self._subjects = Subjects("")
-        self.assembler = Assembler(
-            source=SOURCE,
-            epoch=EPOCH,
-            subjects=self._subjects,
-            encoder=self._encoder,
-            resume=resume or Resume(),
-            pack=pack,
-            max_payload=max_payload,
-            objects_bucket="cdc_objects",
-            headers=f"Content-Type: {self._encoder.content_type}\r\n".encode(),
-        )
+        self._ring: Ring[Item] = Ring(65_536, 1 << 30)
+        self._finished: list[Item] = []
+        self.assembler = Assembler(self._packaging, resume or Resume(), pack=pack)
 
     def describe(
         self, described: Structure, version: int = 1, notice: SchemaNotice | None = None
@@ -61,8 +53,7 @@ class Harness:
         self.assembler.describe(
             CompiledRelation(
                 described, [ColumnType(oid, modifier) for _, oid, modifier, _ in described.columns],
-                version, notice, source=SOURCE, epoch=EPOCH, subjects=self._subjects,
-                encoder=self._encoder, json_messages=self.json, utf8=self._utf8,
+                version, notice, self._packaging, utf8=self._utf8,
             )
         )  # fmt: skip
 
@@ -81,10 +72,12 @@ class Harness:
     @property
     def out(self) -> list[Item]:
         """What is finished."""
-        assembler = self.assembler
-        return assembler.out[: len(assembler.out) - assembler.is_open]
+        assert self.assembler.outbox.move_into(self._ring)
+        while items := self._ring.take(65_536, 1 << 30):
+            self._finished += items
+        return list(self._finished)
 
-    def outgoing(self) -> list[Outgoing]:
+    def outgoing(self) -> list[OutgoingMessage]:
         """The messages, those with an object included, schema notices left out."""
         return [
             item.message if isinstance(item, Oversized) else item
@@ -94,5 +87,5 @@ class Harness:
 
     def documents(self) -> list[dict[str, Any]]:
         """The messages, decoded."""
-        kind = {"Content-Type": self._encoder.content_type}
+        kind = {"Content-Type": self._packaging.source.content_type}
         return [decode_payload(kind, item.payload) for item in self.outgoing()]

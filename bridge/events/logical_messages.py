@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from bridge.events.outgoing import Item, Outgoing, Oversized, object_reference
+from bridge.events.messages import ITEM_OVERHEAD, OutgoingMessage, Oversized, TransactionHeader
+from consumer_sdk.wire.envelope import WIRE_VERSION
 from consumer_sdk.wire.subjects import message_token
 
 if TYPE_CHECKING:
-    from bridge.events.encoder import Encoder
-    from consumer_sdk.wire.subjects import Subjects
+    from bridge.events.messages import Packaging
+    from bridge.events.outbox import Outbox
+    from bridge.wal.messages import LogicalMessage
 
-
+HELD_BYTES: Final = 1024 * 1024
 SHOWN_PREFIX: Final = 1000
 """How much of its prefix a message shows that goes to the object store."""
 
 
-class Noted(NamedTuple):
+class _Pending(NamedTuple):
     """A logical message as it stood in its transaction: before the change number `seq`."""
 
     prefix: str
@@ -25,69 +27,79 @@ class Noted(NamedTuple):
     content: bytes
 
 
-class LogicalMessageEncoder:
-    """Encodes the logical messages of one source and epoch."""
+class LogicalMessages:
+    """Holds logical messages back where they must not overtake a change, and emits them.
 
-    def __init__(
-        self,
-        *,
-        source: str,
-        epoch: int,
-        subjects: Subjects,
-        encoder: Encoder,
-        headers: bytes,
-        objects_bucket: str,
-        room: int,
-    ) -> None:
-        self._source = source
-        self._epoch = epoch
-        self._subjects = subjects
-        self._encoder = encoder
-        self._headers = headers
-        self._objects_bucket = objects_bucket
-        self._room = room
+    The newest one is always held back, because it may be the end of its transaction.
+    """
 
-    def encode(
-        self, noted: Noted, *, commit_lsn: int, xid: int, ts: int, end_lsn: int | None
-    ) -> tuple[Item, int]:
-        """The message and its size; what exceeds a message goes to the object store."""
-        encode = self._encoder.document
-        token = f"$message.{message_token(noted.prefix)}"
-        subject = self._subjects.message(noted.prefix)
-        msg_id = f"{commit_lsn:x}-{token}-message-{noted.ordinal}-{self._epoch:x}"
+    def __init__(self, packaging: Packaging, outbox: Outbox) -> None:
+        self._packaging = packaging
+        self._outbox = outbox
+        self._transaction = TransactionHeader(0, 0, 0)
+        self.pending: list[_Pending] = []
+        """The messages held back."""
+        self._pending_bytes = 0
+
+    def begin(self, transaction: TransactionHeader) -> None:
+        """Take the transaction that the next messages belong to."""
+        self._transaction = transaction
+
+    def take(self, message: LogicalMessage, ordinal: int, seq: int, *, behind_change: bool) -> None:
+        """Hold a message back, behind the change held back or as the newest message."""
+        size = len(message.content) + ITEM_OVERHEAD
+        if not behind_change or self._pending_bytes + size > HELD_BYTES:
+            # Too much to hold back behind one change: these go ahead of it. Readers lose nothing,
+            # messages and changes are numbered apart.
+            self.emit(None)
+        self.pending.append(_Pending(message.prefix, ordinal, seq, message.content))
+        self._pending_bytes += size
+
+    def emit(self, end_lsn: int | None) -> None:
+        """Emit the messages held back; with `end_lsn` the newest one ends its transaction."""
+        pending, self.pending = self.pending, []
+        self._pending_bytes = 0
+        for place, message in enumerate(pending, start=1):
+            self._emit(message, end_lsn if place == len(pending) else None)
+
+    def _emit(self, pending: _Pending, end_lsn: int | None) -> None:
+        """Emit a message; what exceeds the payload limit goes to the object store."""
+        packaging, transaction = self._packaging, self._transaction
+        source, encode = packaging.source, packaging.encoder.document
+        token = f"$message.{message_token(pending.prefix)}"
+        subject = source.subjects.message(pending.prefix)
+        msg_id = f"{transaction.commit_lsn:x}-{token}-message-{pending.ordinal}-{source.epoch:x}"
         fields: dict[str, Any] = {
-            "v": 1,
-            "source": self._source,
-            "epoch": self._epoch,
+            "v": WIRE_VERSION,
+            "source": source.name,
+            "epoch": source.epoch,
             "operation": "MESSAGE",
-            "prefix": noted.prefix,
+            "prefix": pending.prefix,
             "msg_id": msg_id,
             "subject": subject,
-            "lsn": commit_lsn,
-            "xid": xid,
-            "seq": noted.seq,
-            "ordinal": noted.ordinal,
-            "ts": ts,
+            "lsn": transaction.commit_lsn,
+            "xid": transaction.xid,
+            "seq": pending.seq,
+            "ordinal": pending.ordinal,
+            "ts": transaction.ts,
         }
         if end_lsn is not None:
             fields["end_lsn"] = end_lsn
         try:
-            body: dict[str, Any] = {"data": noted.content.decode(), "encoding": "utf8"}
+            body: dict[str, Any] = {"data": pending.content.decode(), "encoding": "utf8"}
         except UnicodeDecodeError:
-            body = {"data": noted.content, "encoding": self._encoder.binary}
+            body = {"data": pending.content, "encoding": packaging.encoder.binary}
         payload = encode({**fields, **body})
-        name, stored = f"{self._source}/{msg_id}", b""
-        if len(payload) > self._room:
-            if len(noted.prefix) > SHOWN_PREFIX:
-                body["prefix"] = noted.prefix
-                fields["prefix"] = noted.prefix[:SHOWN_PREFIX]
+        name, stored = packaging.object_name(msg_id.encode()), b""
+        if len(payload) > packaging.room:
+            if len(pending.prefix) > SHOWN_PREFIX:
+                body["prefix"] = pending.prefix
+                fields["prefix"] = pending.prefix[:SHOWN_PREFIX]
             stored = encode(body)
-            payload = encode(
-                {**fields, "ref": object_reference(self._objects_bucket, name, stored)}
-            )
-        message = Outgoing(
-            subject.encode("ascii"), msg_id.encode(), self._headers, payload, token,
-            commit_lsn, None, noted.ordinal, 0, 1, ts,
+            payload = encode({**fields, "ref": packaging.reference(name, stored)})
+        message = OutgoingMessage.logical(
+            subject=subject.encode("ascii"), msg_id=msg_id.encode(), headers=packaging.headers,
+            payload=payload, token=token, transaction=transaction, ordinal=pending.ordinal,
         )  # fmt: skip
         item = Oversized(name, stored, message) if stored else message
-        return item, len(stored) + len(payload)
+        self._outbox.add(item, len(stored) + len(payload))

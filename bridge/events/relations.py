@@ -5,23 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bridge.events.encoder import STATIC_FIELDS
+from bridge.events.encoders import STATIC_FIELDS
 from bridge.events.fastpath import compile_row_reader, compile_update_reader
 from bridge.events.row_writers import can_write, compile_row_writer, compile_update_writer
 from bridge.events.rows import RowConverter
 from consumer_sdk.wire.column_types import family
-from consumer_sdk.wire.envelope import WIRE_VERSION, to_json_value
+from consumer_sdk.wire.envelope import WIRE_VERSION
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from bridge.events.encoder import Encoder
-    from bridge.events.fastpath import RowReader, UpdateReader
-    from bridge.events.outgoing import SchemaNotice
+    from bridge.events.messages import Packaging, SchemaNotice, TransactionHeader
     from bridge.events.row_writers import RowWriter
     from bridge.events.values import ColumnType
-    from consumer_sdk.wire.subjects import Subjects
 
     Writer: TypeAlias = tuple[RowWriter, int, "MessageParts", "CompiledRelation"]
     """A writer, how many fields it gives, and what it is for."""
@@ -60,33 +57,51 @@ class MessageParts:
         "_id_middle",
         "_join",
         "_static",
-        "commit_lsn",
         "id_head",
+        "id_tail",
         "relation",
         "shared",
         "subject",
         "token",
+        "transaction",
     )
 
-    def __init__(
-        self, relation: CompiledRelation, operation: str, subject: str, static: bytes,
-        encoder: Encoder,
-    ) -> None:  # fmt: skip
+    def __init__(self, relation: CompiledRelation, operation: str, packaging: Packaging) -> None:
+        source, encoder = packaging.source, packaging.encoder
+        subject = source.subjects.change(relation.token, operation.lower())
+        fields: dict[str, Any] = {
+            "v": WIRE_VERSION,
+            "source": source.name,
+            "epoch": source.epoch,
+            "table": relation.name,
+            "schema": relation.schema,
+            "operation": operation,
+            "relation_id": relation.relation_id,
+            "schema_version": relation.version,
+            "subject": subject,
+        }
+        assert len(fields) == STATIC_FIELDS
         self.relation = relation
         self.token = relation.token
-        self._join = encoder.join
         self.subject = subject.encode("ascii")
-        self._static = static
+        self._static = encoder.fragment(fields)
+        self._join = encoder.join
         self._id_middle = f"-{relation.token}-{operation.lower()}-"
-        self.commit_lsn = -1
+        self.id_tail = f"-{source.epoch:x}".encode()
+        self.transaction: TransactionHeader | None = None
+        """The transaction that `id_head` and `shared` are prepared for."""
         self.id_head = b""
         self.shared = b""
 
-    def begin(self, commit_lsn: int, transaction: bytes) -> None:
-        """Prepare for the messages of a transaction."""
-        self.commit_lsn = commit_lsn
-        self.id_head = f"{commit_lsn:x}{self._id_middle}".encode()
-        self.shared = self._join(self._static, transaction)
+    def begin(self, transaction: TransactionHeader, fragment: bytes) -> None:
+        """Prepare for the messages of a transaction, of which `fragment` tells."""
+        self.transaction = transaction
+        self.id_head = f"{transaction.commit_lsn:x}{self._id_middle}".encode()
+        self.shared = self._join(self._static, fragment)
+
+    def message_id(self, seq: int) -> bytes:
+        """The id of the message whose first ordinal is `seq`."""
+        return b"%b%d%b" % (self.id_head, seq, self.id_tail)
 
 
 class CompiledRelation:
@@ -97,8 +112,9 @@ class CompiledRelation:
     """
 
     __slots__ = (
-        "adapt", "commit", "converter", "delete", "identity", "insert", "name", "names_bytes",
-        "notice", "read_key", "read_row", "read_update", "read_update_key", "relation_id",
+        "commit", "converter", "delete", "identity", "insert", "json_adapted", "name",
+        "names_bytes", "notice", "read_key", "read_row", "read_update", "read_update_key",
+        "relation_id",
         "schema", "token", "truncate", "update", "version", "writers",
     )  # fmt: skip
 
@@ -108,14 +124,11 @@ class CompiledRelation:
         types: Sequence[ColumnType],
         version: int,
         notice: SchemaNotice | None,
+        packaging: Packaging,
         *,
-        source: str,
-        epoch: int,
-        subjects: Subjects,
-        encoder: Encoder,
-        json_messages: bool,
         utf8: bool = True,
     ) -> None:
+        json_messages = packaging.source.as_json
         columns = [(name, kind) for (name, *_), kind in zip(structure.columns, types, strict=True)]
         self.relation_id = structure.relation_id
         self.schema = structure.schema
@@ -133,32 +146,17 @@ class CompiledRelation:
             columns, only=only, json_messages=json_messages
         )
         self.converter = RowConverter(columns, json_messages=json_messages)
-        self.adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-        """What the general path must do to converted rows before JSON can carry them."""
-        if json_messages:
-            self._adapt_to_json(columns)
-
-        def parts(operation: str) -> MessageParts:
-            subject = subjects.change(self.token, operation.lower())
-            fields: dict[str, Any] = {
-                "v": WIRE_VERSION,
-                "source": source,
-                "epoch": epoch,
-                "table": self.name,
-                "schema": self.schema,
-                "operation": operation,
-                "relation_id": self.relation_id,
-                "schema_version": version,
-                "subject": subject,
-            }
-            assert len(fields) == STATIC_FIELDS
-            return MessageParts(self, operation, subject, encoder.fragment(fields), encoder)
-
-        self.insert = parts("INSERT")
-        self.update = parts("UPDATE")
-        self.delete = parts("DELETE")
-        self.truncate = parts("TRUNCATE")
-        self.commit = parts("COMMIT")
+        self.json_adapted = tuple(
+            name
+            for name, kind in columns
+            if json_messages and family(kind.base_oid, kind.element_oid) in JSON_ADAPTED_FAMILIES
+        )
+        """Columns whose values must be adapted before JSON can carry them."""
+        self.insert = MessageParts(self, "INSERT", packaging)
+        self.update = MessageParts(self, "UPDATE", packaging)
+        self.delete = MessageParts(self, "DELETE", packaging)
+        self.truncate = MessageParts(self, "TRUNCATE", packaging)
+        self.commit = MessageParts(self, "COMMIT", packaging)
         self.writers: dict[bytes, Writer] = {}
         """By the first bytes of a message: its kind, the relation, the kind of its first row."""
         if utf8 and not json_messages and can_write(columns):
@@ -175,6 +173,12 @@ class CompiledRelation:
                 b"D%bO" % number: (row, 1, self.delete, self),
             }
 
+    def take_notice(self) -> SchemaNotice:
+        """The notice that is due; from now on none is."""
+        notice, self.notice = self.notice, None
+        assert notice is not None
+        return notice
+
     def is_same(self, other: CompiledRelation) -> bool:
         """Whether rows read the same by either, and neither has anything to announce."""
         return (
@@ -183,41 +187,3 @@ class CompiledRelation:
             and self.notice is None
             and other.notice is None
         )
-
-    def _adapt_to_json(self, columns: Sequence[tuple[str, ColumnType]]) -> None:
-        """Have every reader give values that JSON can carry; most columns need nothing."""
-        names = [
-            name
-            for name, kind in columns
-            if family(kind.base_oid, kind.element_oid) in JSON_ADAPTED_FAMILIES
-        ]
-        if not names:
-            return
-
-        def adapted(row: dict[str, Any]) -> dict[str, Any]:
-            for name in names:
-                if name in row:
-                    row[name] = to_json_value(row[name])
-            return row
-
-        def one(read: RowReader) -> RowReader:
-            def reader(data: bytes, position: int) -> tuple[dict[str, Any], tuple[str, ...]] | None:
-                found = read(data, position)
-                return None if found is None else (adapted(found[0]), found[1])
-
-            return reader
-
-        def two(read: UpdateReader) -> UpdateReader:
-            def reader(data: bytes, position: int) -> Any:
-                found = read(data, position)
-                if found is None:
-                    return None
-                return adapted(found[0]), adapted(found[1]), found[2]
-
-            return reader
-
-        self.read_row = one(self.read_row)
-        self.read_key = one(self.read_key)
-        self.read_update = two(self.read_update)
-        self.read_update_key = two(self.read_update_key)
-        self.adapt = adapted

@@ -10,6 +10,7 @@ from bridge.events.values import RawText, converter_for, is_raw
 from bridge.events.values.text import to_text
 from bridge.wal.messages import UNCHANGED, BinaryValue, Delete, Insert, Update
 from bridge.wal.pgoutput import decode
+from consumer_sdk.wire.envelope import to_json_value
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -102,7 +103,25 @@ _INSERT, _DELETE = b"ID"
 def read_change(
     relation: CompiledRelation, frame: bytes, start: int
 ) -> tuple[MessageParts, dict[str, Any]]:
-    """The kind of message, and the fields of the row that begins at `start` of the frame."""
+    """What the message is made of, and the fields of the change that begins at `start`."""
+    parts, fields = _read_change(relation, frame, start)
+    if relation.json_adapted:
+        _adapt_to_json(fields["data"], relation.json_adapted)
+        if "old" in fields:
+            _adapt_to_json(fields["old"], relation.json_adapted)
+    return parts, fields
+
+
+def _adapt_to_json(row: dict[str, Any], names: Sequence[str]) -> None:
+    for name in names:
+        if name in row:
+            row[name] = to_json_value(row[name])
+
+
+def _read_change(
+    relation: CompiledRelation, frame: bytes, start: int
+) -> tuple[MessageParts, dict[str, Any]]:
+    """Read a change by the compiled readers, and by the general path where they decline."""
     kind, tag = frame[start], frame[start + 5 : start + 6]
     if tag == b"N":
         read = relation.read_row(frame, start + 6)
@@ -145,10 +164,6 @@ def _decode_change(relation: CompiledRelation, data: bytes) -> tuple[MessagePart
         parts = relation.delete
         row = convert(message.old, only=relation.identity if message.old_kind == "K" else None)
         raw = row.raw
-    if relation.adapt is not None:
-        relation.adapt(row.data)
-        if old is not None:
-            relation.adapt(old)
     return parts, _fields(row.data, old, row.unchanged, raw)
 
 

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
-    from bridge.events.outgoing import Outgoing
+    from bridge.events.messages import OutgoingMessage
     from bridge.jetstream.fence import Fence
     from bridge.jetstream.frames import Frame, FrameWriter
 
-    Following: TypeAlias = Callable[[], Sequence[Outgoing] | None]
+    Following: TypeAlias = Callable[[], Sequence[OutgoingMessage] | None]
 
 FIRST_ERROR_CODE = 10000
 """JetStream's own errors begin here; below are states of the connection and of leaders."""
@@ -86,7 +86,7 @@ class BatchWriter(Protocol):
     mode: str
 
     async def send(
-        self, items: Sequence[Outgoing], fence: Fence, following: Following | None = None
+        self, items: Sequence[OutgoingMessage], fence: Fence, following: Following | None = None
     ) -> Outcome:
         """Publish a batch under the fence and tell what became of it.
 
@@ -188,7 +188,7 @@ class _Replies:
 class _Encoded:
     """A batch ready to be written, or written already."""
 
-    items: Sequence[Outgoing]
+    items: Sequence[OutgoingMessage]
     fence_seq: int
     head: bytes
     data: bytes
@@ -215,7 +215,7 @@ class FastIngestWriter:
         await self._replies.open()
 
     async def send(
-        self, items: Sequence[Outgoing], fence: Fence, following: Following | None = None
+        self, items: Sequence[OutgoingMessage], fence: Fence, following: Following | None = None
     ) -> Outcome:
         batch, self._next = self._next, None
         if batch is None or batch.items is not items or batch.fence_seq != fence.sequence:
@@ -279,7 +279,7 @@ class FastIngestWriter:
         except ValueError:
             return Outcome(0, 0, Refusal(0, "unreadable acknowledgement"))
 
-    def _encode(self, items: Sequence[Outgoing], fence: Fence) -> _Encoded:
+    def _encode(self, items: Sequence[OutgoingMessage], fence: Fence) -> _Encoded:
         """A batch as it is written: operation 0 begins it, 1 adds, 2 adds and ends."""
         self._number += 1
         count = len(items)
@@ -297,7 +297,7 @@ class FastIngestWriter:
         return _Encoded(items, fence.sequence, head, data)
 
     @staticmethod
-    def _frames(items: Sequence[Outgoing], head: bytes, guard: bytes) -> list[Frame]:
+    def _frames(items: Sequence[OutgoingMessage], head: bytes, guard: bytes) -> list[Frame]:
         """The same for the public API."""
         frames: list[Frame] = []
         count = len(items)
@@ -341,7 +341,7 @@ class PlainWriter:
 
     async def send(
         self,
-        items: Sequence[Outgoing],
+        items: Sequence[OutgoingMessage],
         fence: Fence,
         following: Following | None = None,  # noqa: ARG002
     ) -> Outcome:
@@ -355,7 +355,7 @@ class PlainWriter:
             self._before = b""
         return outcome
 
-    async def _send(self, items: Sequence[Outgoing], guard: bytes) -> Outcome:
+    async def _send(self, items: Sequence[OutgoingMessage], guard: bytes) -> Outcome:
         self._number += 1
         self._replies.forget()
         head = b"%b.%x." % (self._replies.inbox, self._number)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
-    from bridge.events.outgoing import Outgoing
+    from bridge.events.messages import OutgoingMessage
 
 SELF_TEST_SECONDS = 2.0
 
@@ -40,18 +40,19 @@ def encode_frames(frames: Sequence[Frame]) -> bytes:
     )  # fmt: skip
 
 
-def encode_numbered(items: Iterable[Outgoing], reply: bytes, tail: bytes, start: int) -> bytes:
+def encode_numbered(
+    items: Iterable[OutgoingMessage], reply: bytes, tail: bytes, start: int
+) -> bytes:
     """Messages as HPUB, each with its number between the two parts of the reply subject."""
     return b"".join(
         [
             b"HPUB %b %b%d%b %d %d\r\nNATS/1.0\r\nNats-Msg-Id: %b\r\n%b\r\n%b\r\n"
             % (
-                subject, reply, place, tail, (size := len(msg_id) + len(lines) + 27),
-                size + len(payload), msg_id, lines, payload,
+                item.subject, reply, place, tail,
+                (size := len(msg_id := item.msg_id) + len(lines := item.headers) + 27),
+                size + len(payload := item.payload), msg_id, lines, payload,
             )
-            for place, (subject, msg_id, lines, payload, _, _, _, _, _, _, _) in enumerate(
-                items, start
-            )
+            for place, item in enumerate(items, start)
         ]
     )  # fmt: skip
 

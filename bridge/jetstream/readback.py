@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.js.kv import KeyValue
 
-    from bridge.events.outgoing import Outgoing
+    from bridge.events.messages import OutgoingMessage
     from bridge.jetstream.record import Document
     from consumer_sdk.wire.subjects import Subjects
 
@@ -125,7 +125,7 @@ class RecordReader:
             raise Retryable(f"the record cannot be read: {error}") from error
         return stored_message(answer).headers.get("Nats-Msg-Id", "")
 
-    async def holds(self, item: Outgoing) -> bool:
+    async def holds(self, item: OutgoingMessage) -> bool:
         """Whether the newest message on the item's subject is the item or one after it."""
         try:
             answer = await api(

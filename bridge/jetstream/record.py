@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from nats.js.errors import KeyNotFoundError
 
+from bridge.events.messages import MessageKind
 from consumer_sdk.wire.envelope import JSON, decode_payload, final_seq
 from consumer_sdk.wire.errors import MISFITS, WireError
 
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue
 
-    from bridge.events.outgoing import Outgoing
+    from bridge.events.messages import OutgoingMessage
 
 Document = dict[str, Any]
 
@@ -96,18 +97,20 @@ class Record:
         return 0
 
 
-def is_counted(item: Outgoing) -> bool:
-    """Whether a message has a position: a change or a logical message, not a schema or progress."""
-    return item.seq is not None or item.ordinal >= 0
+def is_counted(item: OutgoingMessage) -> bool:
+    """Whether a message has a position: schema and progress messages have none."""
+    return item.transaction is not None
 
 
-def is_held(item: Outgoing, record: Record) -> bool:
+def is_held(item: OutgoingMessage, record: Record) -> bool:
     """Whether a counted message is at or before the record's position."""
-    if item.commit_lsn != record.commit_lsn:
-        return item.commit_lsn < record.commit_lsn
-    if item.seq is None:
+    assert item.transaction is not None
+    commit_lsn = item.transaction.commit_lsn
+    if commit_lsn != record.commit_lsn:
+        return commit_lsn < record.commit_lsn
+    if item.kind is MessageKind.LOGICAL:
         return item.ordinal < record.next_ordinal
-    return item.seq < record.next_seq
+    return item.ordinal < record.next_seq
 
 
 async def load_progress(bucket: KeyValue, source: str) -> Document | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
 
     from bridge.config import Settings
-    from bridge.events.outgoing import Outgoing
+    from bridge.events.messages import OutgoingMessage
     from bridge.jetstream.batches import BatchWriter, Following, Outcome
     from bridge.jetstream.broker import Broker
     from bridge.jetstream.record import Document, Record
@@ -112,7 +112,9 @@ class FencedStream:
         """Sequence of the newest message when the fence was taken."""
         return max(self.state.last_seq, self._fence.sequence)
 
-    async def send(self, items: Sequence[Outgoing], following: Following | None = None) -> Outcome:
+    async def send(
+        self, items: Sequence[OutgoingMessage], following: Following | None = None
+    ) -> Outcome:
         """Publish a batch; the outcome tells how much of it is stored."""
         return await self._writer.send(items, self._fence, following)
 
@@ -124,7 +126,7 @@ class FencedStream:
         """Id of the message with this sequence; None if it is not kept any more."""
         return await self._records.message_id_at(seq)
 
-    async def holds(self, item: Outgoing) -> bool:
+    async def holds(self, item: OutgoingMessage) -> bool:
         """Whether the newest message on the item's subject is the item or one after it."""
         return await self._records.holds(item)
 

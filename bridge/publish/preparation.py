@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import nats.errors
 from nats.js.errors import APIError
 
-from bridge.events.outgoing import Item, Outgoing, Oversized, SchemaNotice
+from bridge.events.messages import Item, OutgoingMessage, Oversized, SchemaNotice, content_headers
 from consumer_sdk.transport.holds import hold_async
 from consumer_sdk.wire.envelope import encode
 from consumer_sdk.wire.message_id import message_id
@@ -39,7 +39,7 @@ class Preparation:
         self._source = source
         self._outage = outage
 
-    async def message(self, item: Item) -> Outgoing:
+    async def message(self, item: Item) -> OutgoingMessage:
         """Do what must be done before an item's message, and return that."""
         if isinstance(item, SchemaNotice):
             if item.must_store:
@@ -70,7 +70,7 @@ class Preparation:
             else:
                 return
 
-    def _schema_message(self, notice: SchemaNotice) -> Outgoing:
+    def _schema_message(self, notice: SchemaNotice) -> OutgoingMessage:
         document = notice.document
         version = document["schema_version"]
         subject = self._source.subjects.change(notice.token, "schema")
@@ -87,9 +87,11 @@ class Preparation:
             },
             as_json=self._source.as_json,
         )
-        headers = f"Content-Type: {self._source.content_type}\r\n".encode()
         self._registry.note_announced(notice.token, version)
-        return Outgoing(
-            subject.encode(), unique.encode(), headers, payload,
-            notice.token, document["lsn"], None, -1, 0, 0, 0,
-        )  # fmt: skip
+        return OutgoingMessage.schema(
+            subject=subject.encode(),
+            msg_id=unique.encode(),
+            headers=content_headers(self._source),
+            payload=payload,
+            token=notice.token,
+        )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import nats.errors
 from nats.js.errors import APIError, KeyValueError, KeyWrongLastSequenceError
 
-from bridge.events.outgoing import Outgoing
+from bridge.events.messages import MessageKind, OutgoingMessage, content_headers
 from bridge.jetstream.record import read_progress
 from consumer_sdk.wire.envelope import encode
 
@@ -47,18 +47,18 @@ class StoredUpTo:
     next_ordinal: int = 0
     ts: int = 0
 
-    def after(self, item: Outgoing) -> StoredUpTo:
+    def after(self, item: OutgoingMessage) -> StoredUpTo:
         """The same with a change or logical message that was stored since."""
-        stored = self
-        if item.commit_lsn > stored.commit_lsn:
-            stored = replace(
-                stored, commit_lsn=item.commit_lsn, next_seq=0, next_ordinal=0, ts=item.ts
-            )
-        if item.commit_lsn < stored.commit_lsn:
+        stored, transaction = self, item.transaction
+        assert transaction is not None
+        lsn = transaction.commit_lsn
+        if lsn > stored.commit_lsn:
+            stored = replace(stored, commit_lsn=lsn, next_seq=0, next_ordinal=0, ts=transaction.ts)
+        if lsn < stored.commit_lsn:
             return stored
-        if item.seq is None:
-            return replace(stored, next_ordinal=max(stored.next_ordinal, item.ordinal + 1))
-        return replace(stored, next_seq=max(stored.next_seq, item.seq + max(item.rows, 1)))
+        if item.kind is MessageKind.LOGICAL:
+            return replace(stored, next_ordinal=max(stored.next_ordinal, item.next_ordinal))
+        return replace(stored, next_seq=max(stored.next_seq, item.next_ordinal))
 
 
 class ProgressLog:
@@ -102,23 +102,17 @@ class ProgressLog:
             "ts": time.time_ns() // 1000,
         }
 
-    def message(self, document: Document) -> Outgoing:
+    def message(self, document: Document) -> OutgoingMessage:
         """The record as a message for the stream."""
         source = self._source
         self._count += 1
         unique = f"{time.time_ns():x}{self._count:x}"
-        return Outgoing(
-            source.subjects.progress(source.name).encode(),
-            f"{document['lsn']:x}-$progress.{source.name}-{unique}-{source.epoch:x}".encode(),
-            f"Content-Type: {source.content_type}\r\n".encode(),
-            encode(document, as_json=source.as_json),
-            "$progress",
-            document["lsn"],
-            None,
-            -1,
-            0,
-            0,
-            0,
+        msg_id = f"{document['lsn']:x}-$progress.{source.name}-{unique}-{source.epoch:x}"
+        return OutgoingMessage.progress(
+            subject=source.subjects.progress(source.name).encode(),
+            msg_id=msg_id.encode(),
+            headers=content_headers(source),
+            payload=encode(document, as_json=source.as_json),
         )
 
     async def keep(self, document: Document) -> bool:
@@ -157,7 +151,7 @@ class Confirmation:
         self._kept_lsn = 0
         """Position of the newest progress record in KV."""
 
-    def acknowledge(self, newest: Iterable[Outgoing], end_lsn: int) -> None:
+    def acknowledge(self, newest: Iterable[OutgoingMessage], end_lsn: int) -> None:
         """Take stored messages into account: the newest ones that have a position.
 
         `end_lsn` is the end of the newest transaction that is stored whole, or 0.
@@ -180,7 +174,7 @@ class Confirmation:
         """A progress record: everything that ends at or before `lsn` is stored."""
         return self._log.record(lsn, self._stored, source_lsn, gap)
 
-    def message(self, document: Document) -> Outgoing:
+    def message(self, document: Document) -> OutgoingMessage:
         """A progress record as a message for the stream."""
         return self._log.message(document)
 

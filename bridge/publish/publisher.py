@@ -17,13 +17,12 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bridge.errors import Retryable
-from bridge.events.outgoing import ITEM_OVERHEAD, Item, Outgoing
+from bridge.events.messages import ITEM_OVERHEAD, Item, MessageKind, OutgoingMessage
 from bridge.jetstream.batches import FIRST_ERROR_CODE, Refusal
 from bridge.jetstream.fence import Fenced, PublishRefused
 from bridge.jetstream.record import is_counted, is_held
 from bridge.publish.fenced_stream import StreamChanged
 from bridge.publish.outage import ASK_CHECK, BRING_BACK, FREE_ROOM
-from bridge.telemetry.stats import MESSAGE_TOKENS
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.transport.logfmt import event
@@ -67,7 +66,9 @@ class _Report:
 
 
 _TOKEN = attrgetter("token")
-_ROWS = attrgetter("rows")
+_EVENTS = attrgetter("events")
+_KIND = attrgetter("kind")
+_COUNTED_BY_SEQ = (MessageKind.CHANGE, MessageKind.COMMIT)
 _END_LSN = attrgetter("end_lsn")
 
 
@@ -80,7 +81,7 @@ def _remedy(refusal: Refusal) -> str:
 
 def _is_plain(items: Sequence[Item]) -> bool:
     """Whether items are messages and nothing else."""
-    return set(map(type, items)) == {Outgoing}
+    return set(map(type, items)) == {OutgoingMessage}
 
 
 class Publisher:
@@ -149,13 +150,13 @@ class Publisher:
         allowance = self._batch_events * ITEM_OVERHEAD
         return self._ring.take(self._batch_events, self._limits.batch_bytes + allowance)
 
-    def _following(self) -> Sequence[Outgoing] | None:
+    def _following(self) -> Sequence[OutgoingMessage] | None:
         """The next batch, where nothing has to be done before it."""
         if any(report.gap for report in self._reports):
             return None
         if not self._ahead:
             self._ahead = self._take()
-        return cast("Sequence[Outgoing]", self._ahead) if _is_plain(self._ahead) else None
+        return cast("Sequence[OutgoingMessage]", self._ahead) if _is_plain(self._ahead) else None
 
     def drain(self) -> None:
         """Let `run` end once the ring is empty."""
@@ -256,7 +257,7 @@ class Publisher:
     async def _publish(self, items: Sequence[Item]) -> None:
         started = time.perf_counter_ns()
         if _is_plain(items):
-            await self._send(cast("Sequence[Outgoing]", items), self._following)
+            await self._send(cast("Sequence[OutgoingMessage]", items), self._following)
         else:
             await self._send(
                 [await self._preparation.message(item) for item in items], self._following
@@ -265,7 +266,9 @@ class Publisher:
         self._stats.ring_depth = len(self._ring)
         self._stats.ring_bytes = self._ring.bytes_held
 
-    async def _send(self, chunk: Sequence[Outgoing], following: Following | None = None) -> None:
+    async def _send(
+        self, chunk: Sequence[OutgoingMessage], following: Following | None = None
+    ) -> None:
         """Store a chunk, however many attempts it takes; returns when all of it is stored.
 
         Where `following` is given, what it gave last is the next chunk to be sent.
@@ -289,8 +292,8 @@ class Publisher:
                 chunk = await self._recover(refusal, chunk)
 
     async def _after_neighbour(
-        self, refusal: Refusal, chunk: Sequence[Outgoing]
-    ) -> Sequence[Outgoing]:
+        self, refusal: Refusal, chunk: Sequence[OutgoingMessage]
+    ) -> Sequence[OutgoingMessage]:
         """Go on behind a message of somebody else, unless it was a stale writer of ours."""
         following = next((item for item in chunk if is_counted(item)), None)
         if following is not None:
@@ -301,31 +304,35 @@ class Publisher:
                 refusal = Refusal(0, str(error))
         return await self._recover(refusal, chunk)
 
-    def _acknowledged(self, items: Sequence[Outgoing], last_seq: int) -> None:
+    def _acknowledged(self, items: Sequence[OutgoingMessage], last_seq: int) -> None:
         stats = self._stats
         self._is_stuck = False
         hold("after-ack-before-confirm")
-        events = sum(map(_ROWS, items))
+        events = sum(map(_EVENTS, items))
         tokens = set(map(_TOKEN, items))
         if len(tokens) > 1:
             for item in items:
-                if item.rows:
-                    self._count(item.token, item.rows, item.ts)
+                if item.events and item.transaction is not None:
+                    self._count(item.token, item.events, item.transaction.ts)
         elif events:
-            self._count(items[0].token, events, next(i.ts for i in reversed(items) if i.rows))
+            latest = next(i.transaction for i in reversed(items) if i.events)
+            assert latest is not None
+            self._count(items[0].token, events, latest.ts)
         end_lsn = 0
         now = time.time()
         for item in filter(_END_LSN, items):
+            assert item.end_lsn is not None
+            assert item.transaction is not None
             end_lsn = item.end_lsn
             stats.transactions_published += 1
-            stats.observe_latency(max(0.0, now - item.ts / 1e6))
+            stats.observe_latency(max(0.0, now - item.transaction.ts / 1e6))
         if events:
             stats.cdc_events_published += events
             stats.observe_batch(events)
-        change = next((item for item in reversed(items) if item.seq is not None), None)
+        change = next((item for item in reversed(items) if item.kind in _COUNTED_BY_SEQ), None)
         logical = None
-        if any(token.startswith(MESSAGE_TOKENS) for token in tokens):
-            logical = next((i for i in reversed(items) if i.seq is None and i.rows), None)
+        if MessageKind.LOGICAL in map(_KIND, items):
+            logical = next(i for i in reversed(items) if i.kind is MessageKind.LOGICAL)
         newest = [item for item in (change, logical) if item is not None]
         self._confirmation.acknowledge(newest, end_lsn)
         if last_seq:
@@ -340,7 +347,9 @@ class Publisher:
         table.events += rows
         table.last_ts = ts
 
-    async def _recover(self, refusal: Refusal, chunk: Sequence[Outgoing]) -> Sequence[Outgoing]:
+    async def _recover(
+        self, refusal: Refusal, chunk: Sequence[OutgoingMessage]
+    ) -> Sequence[OutgoingMessage]:
         """Find out what the stream holds of a chunk, and return the rest of it."""
         event(log, "publishing interrupted", reason=refusal.text)
         # What the stream refuses again it may refuse for ever.

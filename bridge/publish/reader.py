@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from bridge.events.assembler import Assembler
-    from bridge.events.outgoing import Item
+    from bridge.events.messages import Item
     from bridge.events.relations import CompiledRelation
     from bridge.postgres.connection import ReplicationConnection
     from bridge.publish.ring import Ring
@@ -52,8 +52,6 @@ class WalReader:
         self._compile_relation = compile_relation
         self._confirmed_lsn = confirmed_lsn
         self._status_interval = status_interval
-        self._next = 0
-        """Place in the assembler's output of the first item that is not in the ring yet."""
         self._keepalive_lsn = 0
         self._received_lsn = 0
         self._status_lsn = 0
@@ -74,23 +72,24 @@ class WalReader:
     def idle_lsn(self) -> tuple[int, int]:
         """Up to where everything received is in the ring, and how far the server has written."""
         assembler = self._assembler
-        if assembler.in_transaction or self._is_waiting:
+        if assembler.in_transaction or len(assembler.outbox):
             return 0, self._received_lsn
         return max(assembler.complete_lsn, self._keepalive_lsn), self._received_lsn
 
     def has_truncated(self, token: str, xid: int) -> bool:
         """Whether the log has shown that a transaction truncated a table."""
-        return (token, xid) in self._assembler.truncations
+        return self._assembler.has_truncated(token, xid)
 
     async def run(self) -> None:
         """Move changes from the socket to the ring until stopped."""
+        outbox = self._assembler.outbox
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             while not self._stopping.is_set():
-                if self._is_waiting and not await self._make_room(stopping):
+                if len(outbox) and not await self._make_room(stopping):
                     break
                 exhausted = await self._slice()
-                if not self._move():
+                if not outbox.move_into(self._ring):
                     continue
                 if exhausted and not self._stopping.is_set():
                     self._waiting_since = time.monotonic()
@@ -126,39 +125,18 @@ class WalReader:
 
     async def _make_room(self, stopping: asyncio.Future[Any]) -> bool:
         """Wait until everything assembled is in the ring; False when stopped before."""
-        while self._is_waiting:
-            size = self._assembler.out_sizes[self._next]
-            if not await _first(self._ring.wait_for_room(size), stopping):
+        outbox = self._assembler.outbox
+        while len(outbox):
+            if not await _first(self._ring.wait_for_room(outbox.next_size), stopping):
                 return False
-            self._move()
-        return True
-
-    @property
-    def _is_waiting(self) -> bool:
-        """Whether something is assembled that is not in the ring."""
-        return len(self._assembler.out) > self._assembler.is_open
-
-    def _move(self) -> bool:
-        """Put what was assembled into the ring as far as there is room; True if all went in."""
-        assembler = self._assembler
-        held = assembler.withdraw()
-        if assembler.out:
-            self._next = self._ring.put_many(assembler.out, assembler.out_sizes, self._next)
-            if self._next < len(assembler.out):
-                assembler.restore(held)
-                return False
-            self._next = 0
-            assembler.out.clear()
-            assembler.out_sizes.clear()
-            assembler.out_bytes = 0
-        assembler.restore(held)
+            outbox.move_into(self._ring)
         return True
 
     async def _slice(self) -> bool:
         """Take a bounded number of buffered messages; True when none is left."""
         get_copy_data = self._connection.get_copy_data
         assembler = self._assembler
-        feed = assembler.feed
+        outbox, feed = assembler.outbox, assembler.feed
         stats = self._stats
         taken = received = 0
         frame = b""
@@ -185,7 +163,7 @@ class WalReader:
                         await self._take_relation(frame)
                     else:
                         feed(frame, XLOG_DATA_HEADER_BYTES)
-                    if assembler.out_bytes > SLICE_BYTES:
+                    if outbox.bytes_held > SLICE_BYTES:
                         return False
                 elif frame[0] == KEEPALIVE:
                     self._take_keepalive(frame)

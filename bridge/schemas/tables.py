@@ -10,7 +10,7 @@ import nats.errors
 from nats.js.errors import APIError
 
 from bridge.errors import Retryable, SchemaOvertaken, SourceError
-from bridge.events.outgoing import SchemaNotice
+from bridge.events.messages import SchemaNotice
 from bridge.events.relations import Structure
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event

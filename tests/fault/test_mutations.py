@@ -25,7 +25,7 @@ ROWS = r"assert .*=="
 STOPPED = r"ended with 4"
 """Caught by the bridge itself, which stops rather than lose anything."""
 MSG_ID = (
-    r'msg_id = b"%b%d%b" % \(parts\.id_head, seq, self\._id_tail\)\n        # What is too large'
+    r'msg_id = b"%b%d%b" % \(parts\.id_head, seq, parts\.id_tail\)\n        # What is too large'
 )
 COPIED = ("bridge", "consumer_sdk", "spark_consumer", "tests", "pyproject.toml")
 KILL = "tests/fault/test_kill_bridge.py"
@@ -74,18 +74,18 @@ MUTATIONS = (
             Edit(
                 "bridge/publish/reader.py",
                 r"\n\nclass WalReader",
-                "\nfrom bridge.events.assembler import RECORD\n\n\nclass WalReader",
+                "\nfrom bridge.events.single import RECORD\n\n\nclass WalReader",
             ),
             Edit(
-                "bridge/events/assembler.py",
+                "bridge/events/single.py",
                 MSG_ID,
                 "msg_id = b'%x%b' % (RECORD[0], parts.id_head[parts.id_head.index(b'-'):-1])\n"
                 "        # What is too large",
             ),
             Edit(
-                "bridge/events/assembler.py",
-                r"\n\nclass Assembler",
-                "\nRECORD = [0]\n\n\nclass Assembler",
+                "bridge/events/single.py",
+                r"\n\nclass SingleMessages",
+                "\nRECORD = [0]\n\n\nclass SingleMessages",
             ),
         ),
         KILL_ONCE,
@@ -122,9 +122,9 @@ MUTATIONS = (
     ),
     mutation(
         "message ids without the ordinal",
-        "bridge/events/assembler.py",
+        "bridge/events/single.py",
         MSG_ID,
-        "msg_id = b'%b0%b' % (parts.id_head, self._id_tail)\n        # What is too large",
+        "msg_id = b'%b0%b' % (parts.id_head, parts.id_tail)\n        # What is too large",
         KILL_ONCE,
     ),
     mutation(

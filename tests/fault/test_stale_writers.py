@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from bridge.events.outgoing import Outgoing
+from bridge.events.messages import OutgoingMessage, TransactionHeader
 from bridge.jetstream.batches import FastIngestWriter, PlainWriter
 from bridge.jetstream.fence import Fence, Fenced
 from bridge.jetstream.frames import FrameWriter
@@ -30,7 +30,13 @@ def _fence(scenario, instance, *, batched=True):
 
 def _items(scenario, numbers):
     subject = scenario.subjects.change("t", "insert").encode()
-    return [Outgoing(subject, b"id-%d" % n, b"", b"%d" % n, "t", 1, n, 0, 0, 1, 0) for n in numbers]
+    return [
+        OutgoingMessage.change(
+            subject=subject, msg_id=b"id-%d" % n, headers=b"", payload=b"%d" % n, token="t",
+            transaction=TransactionHeader(1, 1, 0), ordinal=n,
+        )
+        for n in numbers
+    ]  # fmt: skip
 
 
 async def _numbers(scenario):

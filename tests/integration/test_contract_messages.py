@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgpack
 import pytest
 
-from bridge.events.assembler import PACK_ROWS
+from bridge.events.packed import PACK_ROWS
 from consumer_sdk.wire import parse_lsn, parse_message_id, read_events
 from tests.fixtures.postgres import both_versions
 from tests.fixtures.waiting import eventually

@@ -7,8 +7,8 @@ import hashlib
 import pytest
 
 from bridge.errors import HistoryBroken, ProtocolError
-from bridge.events.assembler import PACK_BYTES, PACK_ROWS
-from bridge.events.outgoing import ITEM_OVERHEAD, Outgoing, Oversized, SchemaNotice
+from bridge.events.messages import ITEM_OVERHEAD, OutgoingMessage, Oversized, SchemaNotice
+from bridge.events.packed import PACK_BYTES, PACK_ROWS
 from bridge.events.resume import Resume
 from bridge.wal.messages import (
     UNCHANGED,
@@ -79,11 +79,16 @@ def test_ordinals_count_changes_truncates_and_commit_messages_and_nothing_else()
     assert (documents[6]["tables"], documents[6]["changes"]) == (["t", "u"], 5)
     assert [(d["cascade"], d["restart_identity"]) for d in documents[3:5]] == [(True, False)] * 2
     # Only the final message of the transaction releases it.
-    assert [item.end_lsn for item in made.outgoing()] == [0] * 6 + [108]
+    assert [item.end_lsn for item in made.outgoing()] == [None] * 6 + [108]
     assert made.assembler.complete_lsn == 108
     assert not made.assembler.in_transaction
-    assert made.assembler.out_bytes == sum(made.assembler.out_sizes)
-    assert all(size >= ITEM_OVERHEAD for size in made.assembler.out_sizes)
+    assert not made.assembler.outbox.bytes_held
+    made.transaction(200, insert(T, 1), insert(U, 2))
+    outbox = made.assembler.outbox
+    assert (len(outbox), outbox.next_size > ITEM_OVERHEAD) == (3, True)
+    held = outbox.bytes_held
+    payloads = sum(len(item.payload) for item in made.outgoing()[7:])
+    assert held == 3 * ITEM_OVERHEAD + payloads
 
 
 def test_nothing_of_a_transaction_s_end_is_said_before_its_commit():
@@ -123,7 +128,7 @@ def test_logical_messages_stand_where_they_were_written(pack):
         (0, 0), (0, 1), (2, 2), (2, 3), (1, 0), (1, 1), (0, 0), (0, 1),
     ]  # fmt: skip
     assert messages[5]["data"] == b"\xff"
-    ends = {item.commit_lsn: item.end_lsn for item in made.outgoing() if item.end_lsn}
+    ends = {item.transaction.commit_lsn: item.end_lsn for item in made.outgoing() if item.end_lsn}
     assert ends == {100: 108, 200: 208, 300: 308}
 
 
@@ -150,15 +155,14 @@ def test_packed_rows_share_a_message_up_to_the_bounds():
         (0, PACK_ROWS), (PACK_ROWS, PACK_ROWS), (2 * PACK_ROWS, 1),
     ]  # fmt: skip
     assert [d.get("last", False) for d in documents] == [False, False, True]
-    assert [item.rows for item in made.outgoing()] == [PACK_ROWS, PACK_ROWS, 1]
+    assert [item.events for item in made.outgoing()] == [PACK_ROWS, PACK_ROWS, 1]
     wide = harness(pack=True)
     text = "y" * (PACK_BYTES // 4)
     wide.transaction(100, *(insert(T, n, text) for n in range(10)))
     assert [len(d["rows"]) for d in wide.documents()] == [3, 3, 3, 1]
     # A row larger than a whole message's bound is alone in its own.
-    wide.assembler.out.clear()
     wide.transaction(200, insert(T, 1), insert(T, 2, "z" * 2 * PACK_BYTES), insert(T, 3))
-    assert [len(d["rows"]) for d in wide.documents()] == [1, 1, 1]
+    assert [len(d["rows"]) for d in wide.documents()[4:]] == [1, 1, 1]
 
 
 def test_tables_operations_and_transactions_are_never_packed_together():
@@ -204,7 +208,7 @@ def test_a_new_version_is_announced_before_its_first_row_and_ends_a_packed_messa
     assert made.out == []
     made.feed(Insert(T, (b"2", b"t")), Insert(T, (b"3", b"f")), Commit(0, 100, 108, 1))
     kinds = [type(item).__name__ for item in made.out]
-    assert kinds == ["Outgoing", "SchemaNotice", "Outgoing"]
+    assert kinds == ["OutgoingMessage", "SchemaNotice", "OutgoingMessage"]
     first, second = made.documents()
     assert (first["schema_version"], first["seq"]) == (1, 0)
     assert (second["schema_version"], second["seq"], len(second["rows"])) == (2, 1, 2)
@@ -219,7 +223,7 @@ def test_a_row_beyond_the_payload_limit_becomes_an_object(pack):
         100, insert(T, 1), insert(T, 2, big), Update(T, "O", (b"2", big.encode()), (b"2", b"s"))
     )
     kinds = [type(item) for item in made.out]
-    assert kinds == [Outgoing, Oversized, Oversized]
+    assert kinds == [OutgoingMessage, Oversized, Oversized]
     for item, wanted in zip(
         made.out[1:],
         [
@@ -272,7 +276,7 @@ def test_commit_messages_of_very_many_tables_stay_below_the_limit():
     assert len(commits) == 299
     assert all(len(item.payload) < 8_000 for item, _ in commits)
     assert all(d["changes"] == 300 and d["end_lsn"] == 108 for _, d in commits)
-    assert all(type(item) is Outgoing for item in made.out)
+    assert all(type(item) is OutgoingMessage for item in made.out)
 
 
 def test_the_end_of_a_transaction_over_very_many_tables_takes_little_memory():

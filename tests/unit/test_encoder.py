@@ -10,7 +10,7 @@ import msgpack
 import pytest
 from hypothesis import given
 
-from bridge.events.encoder import JsonEncoder, MsgpackEncoder
+from bridge.events.encoders import JsonEncoder, MsgpackEncoder
 from consumer_sdk.wire import decode_payload, encode
 from consumer_sdk.wire.envelope import to_json_value
 

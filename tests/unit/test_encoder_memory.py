@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from bridge.cli import return_large_blocks
-from bridge.events.encoder import JsonEncoder, MsgpackEncoder
+from bridge.events.encoders import JsonEncoder, MsgpackEncoder
 
 LARGE = {"data": {"id": 1, "body": "tailrace" * 1_000_000}}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bridge.events.outgoing import Outgoing
+from bridge.events.messages import OutgoingMessage, TransactionHeader
 from bridge.jetstream.record import Record, is_counted, is_held
 from consumer_sdk.wire import WireError
 
@@ -109,12 +109,22 @@ def test_progress_of_an_older_epoch_proves_nothing_for_the_newer():
 def test_held_is_what_stands_at_or_before_the_position():
     record = noted(event(100, 4), message(100, 1))
 
-    def outgoing(lsn, seq, ordinal=0):
-        return Outgoing(b"s", b"i", b"", b"", "t", lsn, seq, ordinal, 0, 1, 0)
+    common = {"subject": b"s", "msg_id": b"i", "headers": b"", "payload": b""}
 
-    assert [is_held(outgoing(lsn, 9), record) for lsn in (99, 101)] == [True, False]
-    assert [is_held(outgoing(100, seq), record) for seq in (0, 4, 5)] == [True, True, False]
-    assert [is_held(outgoing(100, None, n), record) for n in (0, 1, 2)] == [True, True, False]
-    assert is_counted(outgoing(100, 0))
-    assert is_counted(outgoing(100, None, 0))
-    assert not is_counted(outgoing(100, None, -1))
+    def change(lsn, seq):
+        return OutgoingMessage.change(
+            **common, token="t", transaction=TransactionHeader(lsn, 1, 0), ordinal=seq
+        )
+
+    def logical(lsn, ordinal):
+        return OutgoingMessage.logical(
+            **common, token="m", transaction=TransactionHeader(lsn, 1, 0), ordinal=ordinal
+        )
+
+    assert [is_held(change(lsn, 9), record) for lsn in (99, 101)] == [True, False]
+    assert [is_held(change(100, seq), record) for seq in (0, 4, 5)] == [True, True, False]
+    assert [is_held(logical(100, n), record) for n in (0, 1, 2)] == [True, True, False]
+    assert is_counted(change(100, 0))
+    assert is_counted(logical(100, 0))
+    assert not is_counted(OutgoingMessage.schema(**common, token="t"))
+    assert not is_counted(OutgoingMessage.progress(**common))

@@ -17,6 +17,8 @@ from consumer_sdk.wire.envelope import JSON, MSGPACK, to_json_value
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from bridge.source import Source
+
 _SMALL_MAP = 15
 _MAP_HEADS: Final = [bytes([0x80 | count]) for count in range(_SMALL_MAP + 1)]
 STATIC_FIELDS: Final = 9
@@ -172,3 +174,8 @@ class JsonEncoder:
 
     def with_end(self, payload: bytes, end_lsn: int) -> bytes:
         return b'%b,"last":true,"end_lsn":%d}' % (payload[:-1], end_lsn)
+
+
+def encoder_for(source: Source) -> Encoder:
+    """The encoder of a source's messages."""
+    return JsonEncoder() if source.as_json else MsgpackEncoder()
