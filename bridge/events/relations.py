@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bridge.events.encoders import STATIC_FIELDS
-from bridge.events.fastpath import compile_row_reader, compile_update_reader
-from bridge.events.row_writers import can_write, compile_row_writer, compile_update_writer
+from bridge.events.row_code import (
+    can_write,
+    compile_row_reader,
+    compile_row_writer,
+    compile_update_reader,
+    compile_update_writer,
+)
 from bridge.events.rows import RowConverter
 from consumer_sdk.wire.column_types import family
 from consumer_sdk.wire.envelope import WIRE_VERSION
@@ -17,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bridge.events.messages import Packaging, SchemaNotice, TransactionHeader
-    from bridge.events.row_writers import RowWriter
+    from bridge.events.row_code import RowWriter
     from bridge.events.values import ColumnType
 
     Writer: TypeAlias = tuple[RowWriter, int, "MessageParts", "CompiledRelation"]

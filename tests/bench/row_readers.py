@@ -6,7 +6,7 @@ import json
 from timeit import repeat
 from typing import TYPE_CHECKING, Any
 
-from bridge.events.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.row_code import compile_row_reader, compile_update_reader
 from bridge.events.rows import RowConverter
 from bridge.events.values import ColumnType
 from bridge.snapshot.formats.copy_text import compile_row_decoder, parse_row

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bridge.events.fastpath import compile_row_reader, compile_update_reader
+from bridge.events.row_code import compile_row_reader, compile_update_reader
 from bridge.events.rows import RowConverter
 from bridge.events.values import ColumnType, converter_for, is_raw
 from bridge.snapshot.formats.copy_text import compile_row_decoder

@@ -10,8 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bridge.errors import ProtocolError
-from bridge.events.fastpath import compile_row_reader, compile_update_reader
-from bridge.events.row_writers import can_write, compile_row_writer, compile_update_writer
+from bridge.events.row_code import (
+    can_write,
+    compile_row_reader,
+    compile_row_writer,
+    compile_update_reader,
+    compile_update_writer,
+)
 from bridge.events.rows import RowConverter
 from bridge.events.values import ColumnType, converter_for, is_raw
 from bridge.snapshot.formats.copy_text import compile_row_decoder, parse_row

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import Any
 
+import msgpack
 import pytest
 
 from bridge.errors import ProtocolError
-from bridge.events.fastpath import compile_row_reader, compile_update_reader
+from bridge.events import row_code
+from bridge.events.row_code import (
+    compile_row_reader,
+    compile_row_writer,
+    compile_update_reader,
+    compile_update_writer,
+    row_reader_code,
+    splitting_writer_code,
+)
 from bridge.events.rows import RowConverter
 from bridge.events.values import ColumnType
 from bridge.wal.messages import UNCHANGED, BinaryValue, Row
@@ -128,3 +138,44 @@ def test_a_relation_of_1600_columns_compiles() -> None:
     read = compile_row_reader(columns)
     row = read(encode_row((b"1",) * 1600), 0)
     assert row == ({name: 1 for name, _ in columns}, ())
+
+
+def test_the_generated_code_is_the_code_that_its_module_shows() -> None:
+    columns = (("id", ColumnType(oids.INT4)), ("name", ColumnType(oids.TEXT)))
+    shown = row_code.__doc__ or ""
+    assert indent(row_reader_code(columns).source, "    ") in shown
+    assert indent(splitting_writer_code(columns, None).source, "    ") in shown
+
+
+@pytest.mark.parametrize("count", [37, 293, 549, 805, 1061, 1317, 1573])
+def test_a_count_of_columns_that_holds_a_per_cent_sign_is_written_too(count: int) -> None:
+    """The count's last byte is a per cent sign, which formatting must not take for its own."""
+    columns = [(f"c{number}", ColumnType(oids.INT4)) for number in range(count)]
+    data = dict.fromkeys((name for name, _ in columns), 1)
+    row = encode_row((b"1",) * count)
+    with_null = encode_row((None, *(b"1",) * (count - 1)))
+    written = compile_row_writer(columns)(row, 0)
+    assert written is not None
+    assert msgpack.unpackb(b"\x81" + written) == {"data": data}
+    walked = compile_row_writer(columns)(with_null, 0)
+    assert walked is not None
+    assert msgpack.unpackb(b"\x81" + walked) == {"data": data | {"c0": None}}
+    updated = compile_update_writer(columns)(row + b"N" + row, 0)
+    assert updated is not None
+    assert msgpack.unpackb(b"\x82" + updated) == {"data": data, "old": data}
+    key = compile_row_writer(columns, only=set(data))(row, 0)
+    assert key == written
+
+
+@pytest.mark.parametrize("name", ["%", "100%b", "n" * 37, "{} {0}", "'\"\\\n"])
+def test_any_column_name_is_written(name: str) -> None:
+    columns = [(name, ColumnType(oids.TEXT)), ("at", ColumnType(oids.TIMESTAMPTZ))]
+    row = encode_row((b"%s", b"2025-12-12 12:00:34+00"))
+    data = {name: "%s", "at": "2025-12-12T12:00:34Z"}
+    written = compile_row_writer(columns)(row, 0)
+    assert written is not None
+    assert msgpack.unpackb(b"\x81" + written) == {"data": data}
+    updated = compile_update_writer(columns, only={name})(row + b"N" + row, 0)
+    assert updated is not None
+    assert msgpack.unpackb(b"\x82" + updated) == {"data": data, "old": {name: "%s"}}
+    assert compile_row_reader(columns)(row, 0) == (data, ())
