@@ -76,9 +76,7 @@ import msgpack
 from bridge.errors import ProtocolError
 from bridge.events.values import converter_for, is_raw
 from bridge.events.values.json import JSONB
-from bridge.events.values.numeric import BOOL, INTEGER
-from bridge.events.values.temporal import TIMESTAMPTZ
-from bridge.events.values.text import TEXT
+from bridge.events.values.scalars import BOOL, INTEGER, TEXT, TIMESTAMPTZ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.errors import ProtocolError
 from bridge.events.values import RawText, converter_for, is_raw
-from bridge.events.values.text import to_text
+from bridge.events.values.scalars import to_text
 from bridge.wal.messages import UNCHANGED, BinaryValue, Delete, Insert, Update
 from bridge.wal.pgoutput import decode
 from consumer_sdk.wire.envelope import to_json_value

@@ -1,4 +1,4 @@
-"""PostgreSQL text to values, one module per family; events and snapshots share them."""
+"""PostgreSQL text to values, one module per kind of type; events and snapshots share them."""
 
 from bridge.events.values.converter import ColumnType, Converter, RawList, RawText, Value, is_raw
 from bridge.events.values.registry import converter_for

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bridge.errors import ProtocolError
 from bridge.events.values.converter import Converter, RawList, RawText
-from bridge.events.values.text import to_text
+from bridge.events.values.scalars import to_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final
 
 from bridge.events.values.converter import Converter, RawText
-from bridge.events.values.text import to_text
+from bridge.events.values.scalars import to_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

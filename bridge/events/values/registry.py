@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from bridge.events.values import binary, json, numeric, temporal, text
+from bridge.events.values import json, scalars
 from bridge.events.values.array import array_converter
 from consumer_sdk.wire import oids
 from consumer_sdk.wire.column_types import family
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from bridge.events.values.converter import ColumnType, Converter
 
 _BY_FAMILY: Final[Mapping[str, Converter]] = {
-    "bool": numeric.BOOL,
-    "int": numeric.INTEGER,
-    "float": numeric.FLOAT,
-    "numeric": numeric.NUMERIC,
-    "text": text.TEXT,
-    "bytea": binary.BYTEA,
-    "timestamp": temporal.TIMESTAMP,
-    "timestamptz": temporal.TIMESTAMPTZ,
-    "date": temporal.DATE,
-    "time": temporal.TIME,
-    "timetz": temporal.TIMETZ,
-    "interval": temporal.INTERVAL,
+    "bool": scalars.BOOL,
+    "int": scalars.INTEGER,
+    "float": scalars.FLOAT,
+    "numeric": scalars.TEXT,
+    "text": scalars.TEXT,
+    "bytea": scalars.BYTEA,
+    "timestamp": scalars.TIMESTAMP,
+    "timestamptz": scalars.TIMESTAMPTZ,
+    "date": scalars.TEXT,
+    "time": scalars.TEXT,
+    "timetz": scalars.TEXT,
+    "interval": scalars.TEXT,
     "json": json.JSON,
     "jsonb": json.JSONB,
-    "uuid": text.TEXT,
-    "other": text.TEXT,
+    "uuid": scalars.TEXT,
+    "other": scalars.TEXT,
 }
 
 
@@ -50,5 +50,5 @@ def converter_for(column_type: ColumnType, *, json_messages: bool = False) -> Co
     element = family(element_oid)
     if element in ("json", "jsonb"):
         # One name in `raw` covers a column, so elements are text either all or none.
-        return array_converter(text.TEXT, delimiter, raw=True)
-    return array_converter(text.TEXT if element == "array" else _BY_FAMILY[element], delimiter)
+        return array_converter(scalars.TEXT, delimiter, raw=True)
+    return array_converter(scalars.TEXT if element == "array" else _BY_FAMILY[element], delimiter)

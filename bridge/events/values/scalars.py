@@ -1,0 +1,100 @@
+"""Scalar types: bool, integers, floats, bytea and timestamps have a form of their own.
+
+Everything else travels as PostgreSQL prints it: numeric, which has no size limit, dates and times,
+uuid, enums, ranges and unknown types. Timestamps take ISO 8601's spelling; infinity, -infinity and
+years BC have none and keep PostgreSQL's.
+"""
+
+from __future__ import annotations
+
+from binascii import unhexlify
+from typing import Final
+
+from bridge.errors import ProtocolError
+from bridge.events.values.converter import Converter
+
+_BOOLEANS: Final = {b"t": True, b"f": False}
+
+
+def to_text(data: bytes) -> str:
+    """Decode text; the session's client_encoding makes it UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError(
+            f"a text value is not UTF-8 at byte {error.start}; set client_encoding to UTF8"
+        ) from error
+
+
+def to_bool(data: bytes) -> bool:
+    """Read `t` or `f`."""
+    value = _BOOLEANS.get(data)
+    if value is None:
+        raise ProtocolError("a boolean value is neither t nor f")
+    return value
+
+
+def to_int(data: bytes) -> int:
+    """Read an integer of any of PostgreSQL's widths."""
+    try:
+        return int(data)
+    except ValueError:
+        raise ProtocolError("an integer value is not a number") from None
+
+
+def to_float(data: bytes) -> float:
+    """Read a float; extra_float_digits 1 makes the text exact, NaN and Infinity included."""
+    try:
+        return float(data)
+    except ValueError:
+        raise ProtocolError("a float value is not a number") from None
+
+
+def to_bytes(data: bytes) -> bytes:
+    r"""Read `\x0aff`, the form that bytea_output hex prints."""
+    if data[:2] != b"\\x":
+        raise ProtocolError("a bytea value is not in hex format; set bytea_output to hex")
+    try:
+        return unhexlify(data[2:])
+    except ValueError:
+        raise ProtocolError("a bytea value has a damaged hex digit") from None
+
+
+def to_timestamptz(data: bytes) -> str:
+    """`2025-12-12 12:00:34.338547+00` becomes `2025-12-12T12:00:34.338547Z`."""
+    return _zoned(to_text(data))
+
+
+def to_timestamp(data: bytes) -> str:
+    """`2025-12-12 12:00:34.338547` becomes `2025-12-12T12:00:34.338547`."""
+    return _zoneless(to_text(data))
+
+
+def _zoned(text: str) -> str:
+    # A session in another zone would print another offset: such text is exact as it stands.
+    if text.endswith("+00"):
+        return text[:-3].replace(" ", "T", 1) + "Z"
+    return text
+
+
+def _zoneless(text: str) -> str:
+    if text.endswith("BC"):
+        return text
+    return text.replace(" ", "T", 1)
+
+
+TEXT = Converter(to_text, inline="{}.decode()")
+BOOL = Converter(to_bool, inline="booleans[{}]", names=(("booleans", _BOOLEANS),), plain=True)
+INTEGER = Converter(to_int, inline="int({})", plain=True)
+FLOAT = Converter(to_float, inline="float({})", plain=True)
+BYTEA = Converter(to_bytes)
+# Years of four digits take the short way, which is the same for them.
+TIMESTAMPTZ = Converter(
+    to_timestamptz,
+    inline='(t[:10] + "T" + t[11:-3] + "Z" if (t := {}.decode())[10:11] == " "'
+    ' and t[-3:] == "+00" else zoned(t))',
+    names=(("zoned", _zoned),),
+)
+TIMESTAMP = Converter(
+    to_timestamp, inline="zoneless({}.decode())", names=(("zoneless", _zoneless),)
+)
