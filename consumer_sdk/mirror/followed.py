@@ -29,6 +29,9 @@ class SourceState(Enum):
     """Applied and committed; every copy is live."""
 
 
+_FOLLOWING = SourceState.FOLLOWING
+
+
 @dataclass(slots=True, eq=False)
 class FollowedCopy:
     """A copy in use; it held every change up to commit LSN `floor` when it was read."""
@@ -79,8 +82,8 @@ class FollowedSource:
         return self.state in (SourceState.CATCHING_UP, SourceState.REPLACING)
 
     def may_show(self, lsn: int) -> bool:
-        """Whether next copies may show when everything below `lsn` has been read."""
-        return self.has_next and lsn >= self.show_lsn
+        """Whether next copies wait that may show when everything below `lsn` has been read."""
+        return self.state is not _FOLLOWING and lsn >= self.show_lsn
 
     def tables(self) -> list[TableName]:
         """The tables in use."""

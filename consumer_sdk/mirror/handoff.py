@@ -324,7 +324,7 @@ class HandOff:
                 source.position = position
                 positions.append(position)
             for copy in source.copies.values():
-                if copy.copy.lane is Lane.NEXT:
+                if copy.copy.state is CopyState.CATCHING_UP:
                     copy.copy = replace(
                         copy.copy,
                         applied_lsn=max(copy.copy.applied_lsn, source.closed_lsn),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPAIR_PAUSES = (0.0, 1.0, 5.0, 15.0, 30.0)
-CALM_SECONDS = 60.0
+REPAIRS_RESET_SECONDS = 60.0
 RETRY_SECONDS = 1.0
 
 
@@ -317,8 +317,8 @@ class Mirror:
             )
         )
         now = time.monotonic()
-        calm = now - self._repaired_at > CALM_SECONDS
-        self._repairs_in_a_row = 0 if calm else self._repairs_in_a_row + 1
+        is_first = now - self._repaired_at > REPAIRS_RESET_SECONDS
+        self._repairs_in_a_row = 0 if is_first else self._repairs_in_a_row + 1
         pause = REPAIR_PAUSES[min(self._repairs_in_a_row, len(REPAIR_PAUSES) - 1)]
         if pause:
             await self._pause(pause)

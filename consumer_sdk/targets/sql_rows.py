@@ -21,11 +21,11 @@ from consumer_sdk.wire.subjects import format_table_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from consumer_sdk.targets.stored_values import Encode
     from consumer_sdk.targets.target import SnapshotRow
     from consumer_sdk.wire.column_types import Column, TableSchema
     from consumer_sdk.wire.envelope import Event
 
-    Encode = Callable[[Any, bool], Any]
     Fixes = list[tuple[int, str, Encode]]
     Pick = Callable[[dict[str, Any]], tuple[Any, ...]]
     Row = Sequence[Any]

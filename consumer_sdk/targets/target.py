@@ -4,7 +4,7 @@ A target holds at most two copies of a table. Readers see the live copy. The nex
 beside it, unseen, and replaces it when it has caught up. Both belong to the target's transactions:
 whatever is done between `begin` and `commit` shows at once or not at all.
 
-To write a target of your own, start from `memory.py`.
+To write a target of your own, start from `memory.py`; tests/target_suite.py says what it must do.
 """
 
 from __future__ import annotations
