@@ -1,4 +1,4 @@
-"""The way in: one connection to a deployment, and everything that can be asked of it."""
+"""The client: one connection to a deployment, and everything that can be asked of it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Client:
         return await self.deployment.schemas.find(token)
 
     async def progress(self, source: str) -> Progress | None:
-        """How far a source has got, as it last said itself; None if it never said anything."""
+        """The newest progress that a source has written; None if it never wrote any."""
         return await find_progress(self.deployment, source)
 
     # snapshots

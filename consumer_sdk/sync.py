@@ -77,7 +77,7 @@ class BlockingClient:
         return BlockingStream(self._client.watch_schemas(), self._loop)
 
     def progress(self, source: str) -> Progress | None:
-        """How far a source has got, as it last said itself."""
+        """The newest progress that a source has written."""
         return self._loop.run(self._client.progress(source))
 
     def snapshot(

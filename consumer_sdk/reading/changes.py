@@ -22,8 +22,8 @@ __all__ = ["ChangeFeed", "Stored"]
 class ChangeFeed:
     """Events in stream order, in batches that are never empty; ends only by `close` or an error.
 
-    A lost connection or a dropped delivery is repaired without missing or repeating anything;
-    GapError says that it cannot be. An event whose position is not after the last one of its source
+    A lost connection or a dropped delivery is repaired without missing or repeating anything, or
+    GapError is raised. An event whose position is not after the last one of its source
     and epoch is dropped, as is everything at or before `after` of its source and epoch. Cancelling
     a pending `next` loses nothing.
     """
@@ -80,7 +80,7 @@ class ChangeFeed:
         frames = self._frames
         if not frames:
             frames.extend(await self._consumer.take(self._max_batch, wait))
-        # Decoding may have to fetch something; frames stay here until it is done.
+        # Decoding may fetch something and be cancelled; frames stay here until it is done.
         stored, used = await self._decoder.decode_some(frames, self._max_batch)
         for _ in range(used):
             frames.popleft()
@@ -126,7 +126,7 @@ class ChangeFeed:
         return fresh
 
     def _is_new_message(self, event: Event, last: tuple[int, int]) -> bool:
-        """Whether a logical message lies behind the last change and the last message."""
+        """Whether a logical message comes after the last change and the last message seen."""
         own = (event.source, event.epoch)
         ordinal = (event.document or {}).get("ordinal", 0)
         place = (event.commit_lsn, ordinal if isinstance(ordinal, int) else 0)

@@ -1,4 +1,4 @@
-"""How far a source has got, as it says itself."""
+"""How far a source has got, by its own progress messages and by what is stored of it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """What a source says of changes that the stream does not hold."""
+    """Changes that the stream does not hold, as a source announces them."""
 
     reason: str
     tables: frozenset[str] | None
@@ -99,7 +99,7 @@ async def newest_lsn(deployment: Deployment, source: str, epoch: int, wanted_lsn
     """The largest commit LSN of a source known to be stored; looks no further than `wanted_lsn`.
 
     Every transaction of the epoch with a smaller one is stored before it. Positions of other
-    epochs say nothing of this one: a database put back in time has smaller ones than before.
+    epochs are not compared: a database restored from a backup has smaller ones than before.
     """
     progress = await find_progress(deployment, source)
     newest = progress.lsn if progress is not None and progress.epoch == epoch else 0

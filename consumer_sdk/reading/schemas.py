@@ -126,7 +126,7 @@ class Schemas:
         found: dict[str, TableSchema] = {}
         consumer = self._consumer(timeout=10.0)
         try:
-            # The first look opens the consumer, which then knows whether there is anything.
+            # The first call opens the consumer, which then knows whether anything is stored.
             frames = await consumer.take(_BATCH, wait=0)
             while frames or not consumer.caught_up:
                 self._apply(frames, found)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from consumer_sdk.errors import CorruptData, GapError, NotAvailable, UsageError
+from consumer_sdk.errors import CorruptData, GapError, UsageError
 from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
+from consumer_sdk.reading.stream import probe_consumer
 from consumer_sdk.reading.transactions import COUNTED
 from consumer_sdk.transport.cancellation import stay_cancelled
-from consumer_sdk.transport.connection import ApiError
 from consumer_sdk.wire.position import Position
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class _Probe:
         settled: set[str] = set()
         before = [one[-1] for one in await self._near(sequence - _NEARBY, sequence)]
         if sequence > self._bounds.last:
-            # Another source may have stored more than that since.
+            # Another source may have filled the last messages, so the tables' own are read too.
             before += await self._newest()
             before.sort(key=_sequence)
         for stored in reversed(before):
@@ -125,7 +125,7 @@ class _Probe:
                 settled.add(event.source)
                 if not event.last and event.operation != "COMMIT":
                     cut.add((event.source, event.commit_lsn))
-        # What is older may be gone: a first event with an ordinal above 0 has lost its beginning.
+        # Older messages may be trimmed: a first event with an ordinal above 0 lacks its beginning.
         for message in await self._near(sequence, sequence + _NEARBY):
             event = message[0].event
             if event.operation in COUNTED and event.source not in settled:
@@ -159,7 +159,7 @@ class _Probe:
                 frames = await consumer.take(_NEARBY, wait=1.0)
                 for frame in frames:
                     if frame.stream_seq < end:
-                        # What is damaged here was not asked for.
+                        # Damage outside what the caller asked for is no reason to fail.
                         with suppress(CorruptData) if lenient else nullcontext():
                             if stored := await self._decoder.decode([frame]):
                                 yield stored
@@ -182,29 +182,15 @@ class _Probe:
         """The first sequence stored at or after a time."""
         if when.tzinfo is None:
             raise UsageError("a time to start at needs a time zone")
-        config = {
-            "deliver_policy": "by_start_time",
-            "opt_start_time": when.isoformat(),
-            "ack_policy": "none",
-            "mem_storage": True,
-            "num_replicas": 1,
-            "inactive_threshold": 5_000_000_000,
-        }
-        stream = self._subjects.cdc_stream
-        try:
-            answer = await self._nc.api(
-                f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config}
-            )
-        except ApiError as error:
-            raise NotAvailable(str(error)) from error
-        await self._nc.discard_consumer(stream, str(answer["name"]))
-        found = int(answer["delivered"]["stream_seq"]) + 1
+        start = {"deliver_policy": "by_start_time", "opt_start_time": when.isoformat()}
+        info = await probe_consumer(self._nc, self._subjects.cdc_stream, start)
+        found = int(info["delivered"]["stream_seq"]) + 1
         return max(self._bounds.first, min(found, self._bounds.last + 1))
 
     async def sequence_after(self, positions: Mapping[str, SourcePosition]) -> int:
         """A sequence before which nothing of these sources lies after its position.
 
-        Positions of a source grow along the stream, so that halving finds it.
+        Positions of a source grow along the stream, so bisection finds it.
         """
         if not positions:
             raise UsageError("no position is given to start after")
@@ -238,7 +224,7 @@ class _Probe:
     async def _next_of(self, source: str, start: int, end: int) -> Stored | None:
         """The last event of the first message of counted events of a source in [start, end)."""
         at = start
-        # Mostly the next message is one; a long run of others is read instead of asked for.
+        # The next message is mostly one. If not, reading a run is quicker than single requests.
         if start < end and (frame := await self._message_at(start)) is not None:
             at = frame.stream_seq + 1
             found = await self._decoder.decode([frame]) if at <= end else []

@@ -1,4 +1,4 @@
-"""One stream as JetStream describes it, and single messages of it."""
+"""A stream as JetStream describes it: bounds, single messages, what a consumer would find."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Frame(NamedTuple):
 class StreamBounds:
     """What a stream holds: [first, last], and when it was created, in microseconds since 1970.
 
-    An empty stream has last = first - 1. `leader` names the server of a cluster that said so.
+    An empty stream has last = first - 1. `leader` names the server of a cluster that answered.
     """
 
     first: int
@@ -99,3 +99,23 @@ async def get_message(nc: LogConnection, stream: str, request: dict[str, Any]) -
         base64.b64decode(message.get("hdrs", "")) or None,
         base64.b64decode(message.get("data", "")),
     )
+
+
+async def probe_consumer(nc: LogConnection, stream: str, start: dict[str, Any]) -> dict[str, Any]:
+    """What JetStream says of a consumer that begins at `start`, which is given up at once.
+
+    It tells where the consumer stands and how much it would deliver, without reading anything.
+    """
+    config = {
+        **start,
+        "ack_policy": "none",
+        "inactive_threshold": 5_000_000_000,
+        "mem_storage": True,
+        "num_replicas": 1,
+    }
+    try:
+        info = await nc.api(f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config})
+    except ApiError as error:
+        raise NotAvailable(f"stream {stream}: {error}") from error
+    await nc.discard_consumer(stream, str(info["name"]))
+    return info

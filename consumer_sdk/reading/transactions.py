@@ -46,15 +46,15 @@ class Transaction:
 class TransactionBuilder:
     """Collects events until their transaction ends.
 
-    The first end of a commit LSN completes it, further ends of it are ignored. Sources may
-    interleave in the stream; transactions come out in the order of their ends. A schema notice
-    travels with the transaction that needs it.
+    The first end with its commit LSN completes a transaction; further ends with that LSN are
+    ignored. Sources may interleave in the stream; transactions come out in the order of their ends.
+    A schema notice is given out with the transaction that follows it.
 
     Logical messages written after a transaction's last change are stored after its end: they come
-    as a second transaction with the same commit LSN. Messages without any end are complete when
-    their source moves on. Changes without an end are dropped where a new epoch cut them off, and
-    raise GapError elsewhere. Events of the transactions in `cut`, given as (source, commit LSN),
-    are dropped: their beginning was not read.
+    as a second transaction with the same commit LSN. Messages without any end are complete when the
+    next transaction of their source begins. Changes without an end are dropped if a new epoch
+    begins after them; else they raise GapError. Events of the transactions in `cut`, given as
+    (source, commit LSN), are dropped: their beginning was not read.
     """
 
     def __init__(self, cut: frozenset[tuple[str, int]] = frozenset()) -> None:
@@ -87,7 +87,7 @@ class TransactionBuilder:
             current = None
         if current is None:
             if event.operation == "COMMIT":
-                # Its changes lie before the start, and have been seen or left out.
+                # Its changes were stored before the start of this reader.
                 self._ended[source] = mark
                 return complete
             current = self._begin(stored)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import TableSchema
 
 ANSWER_SECONDS = 3.0
-# For as long a bridge that is too busy to look at the request is asked again.
+# A bridge that is too busy to look at a request is asked again, for this long.
 BUSY_SECONDS = 20.0
 BUSY_PAUSE_SECONDS = 0.5
 FORMATS = ("msgpack", "json", "arrow")
@@ -65,7 +65,7 @@ class SnapshotProgress:
 
     @property
     def waiting_for(self) -> list[str]:
-        """Whom or what the snapshot waits for before its first row can travel."""
+        """The transactions or snapshots that must end before the first row is copied."""
         named = self.document.get("waiting_for")
         return [str(one) for one in named] if isinstance(named, list) else []
 
@@ -111,7 +111,7 @@ async def take_snapshot(
     document = options.to_document(schema)
     token = table_token(schema.schema, schema.table)
     if not fresh:
-        # What is damaged, or somebody else's, is not used again.
+        # A damaged meta, or one of another table, is not used: a new snapshot replaces it.
         with suppress(CorruptData):
             frame = await newest_meta(deployment, token)
             meta = None if frame is None else decode_meta(frame)
@@ -126,7 +126,7 @@ def _display(table: TableName) -> str:
 
 
 class _Pending:
-    """One request, from asking to the meta that completes it."""
+    """One request, from the question to the meta of the complete snapshot."""
 
     def __init__(
         self,
@@ -141,8 +141,8 @@ class _Pending:
         self._table = table
         self._progress = progress
         self._stall_timeout = stall_timeout
-        self._moved = 0.0
-        self._came_to: tuple[Any, ...] = ()
+        self._progress_at = 0.0
+        self._counts: tuple[Any, ...] = ()
         self._state = "requested"
         self._snapshot_id = ""
 
@@ -164,7 +164,7 @@ class _Pending:
             answer = await self._ask({**options, "fresh": True} if fresh else options)
             self._snapshot_id = str(answer.get("snapshot_id", ""))
             self._state = str(answer.get("state", "running"))
-            # The bridge may hand out one that was already complete.
+            # The bridge may answer with a snapshot that was complete before the request.
             frame = await newest_meta(self._deployment, self._token)
             meta = None if frame is None else self._outcome(frame)
             return meta or await self._wait(consumer)
@@ -212,38 +212,38 @@ class _Pending:
                 )
                 break
             except nats.errors.NoRespondersError:
-                # Nobody listens; a bridge may be just about to take over.
+                # No bridge is subscribed now; a standby may be about to take over.
                 if loop.time() + 0.25 >= deadline:
-                    raise self._nobody() from None
+                    raise self._no_answer() from None
                 await asyncio.sleep(0.25)
             except (nats.errors.TimeoutError, TimeoutError):
-                raise self._nobody() from None
+                raise self._no_answer() from None
         return _read_map(reply.data)
 
-    def _nobody(self) -> NotAvailable:
+    def _no_answer(self) -> NotAvailable:
         return NotAvailable(
             f"no bridge answers for table {self._table}; is the bridge that publishes it running?"
         )
 
     async def _wait(self, consumer: PullConsumer) -> SnapshotMeta:
         loop = asyncio.get_running_loop()
-        self._moved = loop.time()
-        chunks = -1
+        self._progress_at = loop.time()
+        chunks: int | None = None
         while True:
             for frame in await consumer.take(16, wait=min(1.0, self._stall_timeout)):
                 meta = self._outcome(frame)
                 if meta is not None:
                     return meta
-            if loop.time() - self._moved < self._stall_timeout:
+            if loop.time() - self._progress_at < self._stall_timeout:
                 continue
             stored = await count_chunks(self._deployment, self._token, self._snapshot_id)
-            if stored <= chunks:
+            if chunks is not None and stored <= chunks:
                 raise SnapshotFailed(
                     f"snapshot {self._snapshot_id} of {self._table} made no progress for "
                     f"{self._stall_timeout:g} s (last state: {self._state})"
                 )
             chunks = stored
-            self._moved = loop.time()
+            self._progress_at = loop.time()
 
     def _outcome(self, frame: Frame) -> SnapshotMeta | None:
         try:
@@ -265,12 +265,12 @@ class _Pending:
             return
         document = _read_map(message.data)
         self._state = str(document.get("state", self._state))
-        # A bridge limits by itself how long it waits before it copies; from then on its word that
-        # it lives is not enough.
-        came_to = tuple(document.get(key) for key in ("state", "rows", "chunks", "pieces_left"))
-        if self._state != "copying" or came_to != self._came_to:
-            self._moved = asyncio.get_running_loop().time()
-            self._came_to = came_to
+        # Until it copies, a bridge limits its own waiting. While it copies, a message is progress
+        # only if its numbers have changed.
+        counts = tuple(document.get(key) for key in ("state", "rows", "chunks", "pieces_left"))
+        if self._state != "copying" or counts != self._counts:
+            self._progress_at = asyncio.get_running_loop().time()
+            self._counts = counts
         if self._progress is not None:
             self._progress(
                 SnapshotProgress(

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.errors import CorruptData, GapError, NotAvailable, SnapshotFailed
+from consumer_sdk.errors import CorruptData, GapError, SnapshotFailed
 from consumer_sdk.reading.progress import find_progress
 from consumer_sdk.reading.proof import Selection, Trimming, find_break
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.stream import Frame, get_message, parse_headers
+from consumer_sdk.reading.stream import Frame, get_message, parse_headers, probe_consumer
 from consumer_sdk.snapshot.chunks import ArrowChunk, ChunkReader, ChunkRows, StoredChunk
-from consumer_sdk.transport.connection import ApiError
 from consumer_sdk.wire.checksums import sha256_hex, snapshot_checksum
 from consumer_sdk.wire.column_types import Column
 from consumer_sdk.wire.envelope import CHUNK_SHA256, decode_payload, unsigned
@@ -251,20 +250,7 @@ async def is_reusable(deployment: Deployment, meta: SnapshotMeta, options: dict[
 
 async def count_chunks(deployment: Deployment, token: str, snapshot_id: str) -> int:
     """How many chunks of a snapshot INIT holds, which a consumer tells without reading any."""
-    nc, stream = deployment.nc, deployment.subjects.init_stream
-    config = {
-        "ack_policy": "none",
-        "deliver_policy": "all",
-        "filter_subject": deployment.subjects.chunk(token, snapshot_id, "*"),
-        "inactive_threshold": 5_000_000_000,
-        "mem_storage": True,
-        "num_replicas": 1,
-    }
-    try:
-        answer = await nc.api(
-            f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config}
-        )
-    except ApiError as error:
-        raise NotAvailable(f"stream {stream}: {error}") from error
-    await nc.discard_consumer(stream, str(answer["name"]))
-    return int(answer["num_pending"])
+    chunks = deployment.subjects.chunk(token, snapshot_id, "*")
+    start = {"deliver_policy": "all", "filter_subject": chunks}
+    info = await probe_consumer(deployment.nc, deployment.subjects.init_stream, start)
+    return int(info["num_pending"])
