@@ -45,7 +45,7 @@ def connect(
     timeout: float | None = 10.0,
 ) -> Iterator[BlockingClient]:
     """Connect to NATS; what is not given comes from the environment."""
-    loop = _Loop()
+    loop = LoopThread()
     try:
         opening = connect_async(servers, prefix=prefix, settings=settings, timeout=timeout)
         client = loop.run(opening.__aenter__())
@@ -60,7 +60,7 @@ def connect(
 class BlockingClient:
     """`consumer_sdk.Client` without `await`."""
 
-    def __init__(self, client: Client, loop: _Loop) -> None:
+    def __init__(self, client: Client, loop: LoopThread) -> None:
         self._client = client
         self._loop = loop
 
@@ -151,7 +151,7 @@ class BlockingClient:
 class BlockingSnapshot:
     """`consumer_sdk.Snapshot` without `await`."""
 
-    def __init__(self, snapshot: Snapshot, loop: _Loop) -> None:
+    def __init__(self, snapshot: Snapshot, loop: LoopThread) -> None:
         self._snapshot = snapshot
         self._loop = loop
 
@@ -181,7 +181,7 @@ class BlockingStream(Generic[T]):
     `next(timeout)` raises TimeoutError instead of waiting for ever, and may be called again.
     """
 
-    def __init__(self, source: AsyncGenerator[T, None], loop: _Loop) -> None:
+    def __init__(self, source: AsyncGenerator[T, None], loop: LoopThread) -> None:
         self._source = source
         self._loop = loop
         self._pending: asyncio.Future[T] | None = None
@@ -238,25 +238,30 @@ async def _step(source: AsyncGenerator[T, None]) -> T:
     return await anext(source)
 
 
-class _Loop:
-    """An event loop in a thread of its own."""
+class LoopThread:
+    """An event loop in a thread of its own, for code that has none; `stop` ends both."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "tailrace-sdk") -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="tailrace-sdk", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether `stop` has not been called yet."""
+        return self._thread.is_alive()
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for the result of a coroutine; an interrupt of the waiting cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except KeyboardInterrupt:
+        except BaseException:
             future.cancel()
             raise
 
     def stop(self) -> None:
+        """End the loop, its asynchronous generators and the thread."""
         self.run(self._loop.shutdown_asyncgens())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

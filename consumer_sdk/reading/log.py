@@ -115,7 +115,7 @@ class LogReader:
                     inside = [frame for frame in frames if frame.stream_seq < end]
                 if inside:
                     yield inside
-                # With other subjects left out, "caught up" is how the end of the range shows.
+                # The range may end with messages of other subjects, which are not delivered.
                 if consumer.caught_up and await consumer.is_through(end):
                     return
         finally:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from consumer_sdk.client import connect
+from consumer_sdk.sync import BlockingStream, LoopThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import AsyncGenerator, Callable, Coroutine
     from types import TracebackType
     from typing import Any
 
@@ -24,42 +23,29 @@ class NatsThread:
 
     def __init__(self, settings: NatsSettings, timeout: float = 10.0) -> None:
         self.settings = settings
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="tailrace-nats", daemon=True
-        )
-        self._thread.start()
+        self._loop = LoopThread("tailrace-nats")
         self._opening = connect(settings=settings, timeout=timeout)
         try:
-            self.client = self._wait(self._opening.__aenter__())
+            self.client = self._loop.run(self._opening.__aenter__())
         except BaseException:
-            self._end()
+            self._loop.stop()
             raise
 
     def run(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
         """Wait for the answer of one coroutine."""
-        return self._wait(ask(self.client))
+        return self._loop.run(ask(self.client))
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+    def iterate(self, items: AsyncGenerator[T, None]) -> BlockingStream[T]:
+        """An iterator over what a generator of the client yields; to be closed."""
+        return BlockingStream(items, self._loop)
 
     def close(self) -> None:
-        """End the connection and the thread."""
-        if self._thread.is_alive():
+        """End the connection and the thread; idempotent."""
+        if self._loop.is_running:
             try:
-                self._wait(self._opening.__aexit__(None, None, None))
+                self._loop.run(self._opening.__aexit__(None, None, None))
             finally:
-                self._end()
-
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+                self._loop.stop()
 
     def __enter__(self) -> NatsThread:
         return self

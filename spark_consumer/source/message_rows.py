@@ -28,7 +28,7 @@ from spark_consumer.lake.table_definition import define
 from spark_consumer.runtime.nats_thread import NatsThread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from consumer_sdk.client import Client
     from consumer_sdk.reading.log import Frame
@@ -65,41 +65,12 @@ def read_messages(
 ) -> Iterator[pa.RecordBatch]:
     """The messages of one source stored at [first, end); the connection ends with the iteration."""
     with NatsThread(settings, timeout) as nats:
-        for frames in iterate(nats, subjects, first, end, created, timeout):
-            yield nats.run(lambda client, frames=frames: _batch(client, source, frames))  # type: ignore[misc]
-
-
-def iterate(
-    nats: NatsThread,
-    subjects: Sequence[str],
-    first: int,
-    end: int,
-    created: int | None,
-    timeout: float,
-) -> Iterator[list[Frame]]:
-    """Raw frames of a range, for code without an event loop."""
-
-    async def open_range(client: Client) -> AsyncGenerator[list[Frame], None]:
-        return client.log().read_raw(
+        messages = nats.client.log().read_raw(
             first, end, subjects, created=created, max_batch=BATCH_ROWS, timeout=timeout
         )
-
-    frames = nats.run(open_range)
-
-    async def take(_: Client) -> list[Frame]:
-        try:
-            return await anext(frames)
-        except StopAsyncIteration:
-            return []
-
-    async def close(_: Client) -> None:
-        await frames.aclose()
-
-    try:
-        while batch := nats.run(take):
-            yield batch
-    finally:
-        nats.run(close)
+        with nats.iterate(messages) as batches:
+            for frames in batches:
+                yield nats.run(lambda client, frames=frames: _batch(client, source, frames))  # type: ignore[misc]
 
 
 async def _batch(client: Client, source: str, frames: Sequence[Frame]) -> pa.RecordBatch:
