@@ -1,6 +1,6 @@
 """The consumer of the ring: batches into the stream, acknowledgements out of it.
 
-After any doubt (error, timeout, reconnect) nothing is assumed: the fence is renewed, so that
+After an error, a timeout or a reconnect nothing is assumed: the fence is renewed, so that
 whatever is still under way fails, the record is read back, and publishing goes on right after it.
 A stream that shows less than it has acknowledged is not written to any more.
 """
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """Something to say once the stream is complete up to a position."""
+    """A gap to write, or a wait to end, once everything up to a position is stored."""
 
     lsn: int
     gap: dict[str, object] | None
@@ -163,7 +163,7 @@ class Publisher:
         self._draining = True
 
     def connection_lost(self) -> None:
-        """What is under way has no acknowledgement to wait for, and is read back later."""
+        """Wait for no acknowledgement any more; what is stored is read back later."""
         self._doubt = True
         self._lost.set()
         self._stream.interrupt()
@@ -204,7 +204,7 @@ class Publisher:
         while self._reports and self._reports[0].lsn <= self._confirmation.lsn:
             report = self._reports[0]
             if report.gap is not None and self._ahead:
-                # That batch may be written already, nothing overtakes it.
+                # The batch ahead may be written already; the gap must come after it.
                 return
             self._reports.popleft()
             if report.gap is not None:
@@ -285,16 +285,16 @@ class Publisher:
             if refusal is None:
                 self._batch_events = min(self._batch_events * 2, self._limits.batch_events)
             elif refusal.interleaved:
-                # A neighbour on a stream without batches: smaller ones meet it less often.
+                # Another source wrote in between: smaller batches meet it less often.
                 self._batch_events = max(8, outcome.stored)
-                chunk = await self._after_neighbour(refusal, chunk)
+                chunk = await self._after_interleaved(refusal, chunk)
             else:
                 chunk = await self._recover(refusal, chunk)
 
-    async def _after_neighbour(
+    async def _after_interleaved(
         self, refusal: Refusal, chunk: Sequence[OutgoingMessage]
     ) -> Sequence[OutgoingMessage]:
-        """Go on behind a message of somebody else, unless it was a stale writer of ours."""
+        """Go on after a message of another source, unless a stale bridge of ours wrote it."""
         following = next((item for item in chunk if is_counted(item)), None)
         if following is not None:
             try:
@@ -352,7 +352,7 @@ class Publisher:
     ) -> Sequence[OutgoingMessage]:
         """Find out what the stream holds of a chunk, and return the rest of it."""
         event(log, "publishing interrupted", reason=refusal.text)
-        # What the stream refuses again it may refuse for ever.
+        # The stream may refuse for ever what it refuses twice.
         at_once = not refusal.full and not (refusal.code and self._is_stuck)
         while True:
             await stay_cancelled()
