@@ -113,13 +113,14 @@ class MsgpackEncoder:
 
     def event(self, shared: bytes, msg_id: bytes, seq: int, body: bytes, count: int) -> bytes:
         size = len(msg_id)
-        if size > _STR8_BYTES or seq >= _SEQS:
+        if size > _STR8_BYTES:
             return b"\xde\x00%c%b%b%b" % (
                 SHARED_FIELDS + 2 + count, shared,
                 self._pack({"msg_id": msg_id.decode(), "seq": seq})[1:], body,
             )  # fmt: skip
+        seq_field = _SEQ_FIELDS[seq] if seq < _SEQS else b"\xa3seq%b" % self._pack(seq)
         return b"\xde\x00%c%b\xa6msg_id\xd9%c%b%b%b" % (
-            SHARED_FIELDS + 2 + count, shared, size, msg_id, _SEQ_FIELDS[seq], body,
+            SHARED_FIELDS + 2 + count, shared, size, msg_id, seq_field, body,
         )  # fmt: skip
 
     def rows(self, shared: bytes, msg_id: bytes, seq: int, rows: Sequence[bytes]) -> bytes:

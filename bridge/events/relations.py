@@ -1,4 +1,4 @@
-"""Relations as the assembler uses them: compiled readers and prepared parts of messages."""
+"""Relations: as the log describes them, and compiled for reading and writing their rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Fingerprint: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What makes two versions differ, as a Relation message or the catalog tells it."""
+    """A relation as the log or the catalog describes it; another structure is another version."""
 
     relation_id: int
     schema: str

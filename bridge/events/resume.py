@@ -1,4 +1,4 @@
-"""Where to go on reading."""
+"""What is recorded already of the changes that PostgreSQL sends again after a restart."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from consumer_sdk.wire.lsn import format_lsn
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where the stream's record ends: everything before is skipped when PostgreSQL sends it again.
-
-    `must_reappear` says that the slot stands before the recorded transaction, so that history
-    without it is another history; so is one with changes behind it and before `nothing_before`,
-    up to where the log is known to hold nothing more. `ts` is the transaction's commit time.
-    """
+    """Where the stream's record ends: what PostgreSQL sends again of it is skipped."""
 
     commit_lsn: int = 0
+    """The newest transaction of which something is recorded."""
     next_seq: int = 0
+    """Its first change that is not recorded."""
     next_ordinal: int = 0
+    """Its first logical message that is not recorded."""
     ts: int = 0
+    """Its commit time."""
     must_reappear: bool = False
+    """The slot stands before that transaction: a log that does not show it again is another
+    history."""
     nothing_before: int = 0
+    """The log holds no change between that transaction and this position: a log that shows one is
+    another history."""
 
 
 class Replay:

@@ -1,4 +1,4 @@
-"""Changes whose rows must be read, since nothing compiled can write them as they are."""
+"""Changes whose rows must be read, because no generated writer can take them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """A converted row: values by column name, and the columns that need a word."""
+    """A converted row: values by column name, and the columns that are unchanged or raw."""
 
     data: dict[str, Value]
     unchanged: tuple[str, ...]
@@ -121,7 +121,7 @@ def _adapt_to_json(row: dict[str, Any], names: Sequence[str]) -> None:
 def _read_change(
     relation: CompiledRelation, frame: bytes, start: int
 ) -> tuple[MessageParts, dict[str, Any]]:
-    """Read a change by the compiled readers, and by the general path where they decline."""
+    """Read a change by the generated readers, and by the general path where they decline."""
     kind, tag = frame[start], frame[start + 5 : start + 6]
     if tag == b"N":
         read = relation.read_row(frame, start + 6)
@@ -141,7 +141,7 @@ def _read_change(
 
 
 def _decode_change(relation: CompiledRelation, data: bytes) -> tuple[MessageParts, dict[str, Any]]:
-    """Read a change with values the compiled readers leave alone, or refuse a broken one."""
+    """Read a change that the generated readers decline, or refuse a broken one."""
     message = decode(data)
     convert = relation.converter.convert
     old: dict[str, Any] | None = None

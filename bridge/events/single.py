@@ -37,7 +37,8 @@ class SingleMessages:
     """Makes a message of each change and holds it back until it is known whether it is the last.
 
     Small messages are made at once. Large ones and those to be compressed are made when they go
-    out, because what their last message says is compressed and limited with the rest.
+    out: the fields that mark the end of a transaction are compressed with the others, and count
+    against the payload limit.
     """
 
     def __init__(self, packaging: Packaging, outbox: Outbox, logical: LogicalMessages) -> None:

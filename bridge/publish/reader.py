@@ -32,7 +32,7 @@ _RELATION = ord("R")
 
 
 class WalReader:
-    """Reads until stopped; keeps the walsender informed whatever else waits."""
+    """Reads until stopped; reports to the walsender also while the ring has no room."""
 
     def __init__(
         self,

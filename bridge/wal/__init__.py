@@ -1,1 +1,1 @@
-"""Logical replication: frames, pgoutput messages, relations, the connection."""
+"""Pure decoding of logical replication: frames, and the pgoutput messages inside them."""
