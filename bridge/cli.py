@@ -220,7 +220,7 @@ def _settings(options: argparse.Namespace) -> config.Settings:
 
 def _require_addresses(settings: config.Settings) -> None:
     """Refuse what neither server can ever be reached with, before anything is done."""
-    from bridge.jetstream.link import options_of
+    from bridge.jetstream.connection import options_of
     from bridge.postgres.connection import conninfo_of
 
     conninfo_of(settings)

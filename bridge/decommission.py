@@ -8,7 +8,7 @@ import nats.errors
 from nats.js.errors import NotFoundError
 
 from bridge.errors import BridgeError, Retryable, SourceError
-from bridge.jetstream import link
+from bridge.jetstream.connection import connect, probe
 from bridge.postgres.connection import connect_catalog, conninfo_of
 from bridge.postgres.errors import DriverError, one_line
 from bridge.schemas.store import SchemaStore
@@ -70,8 +70,8 @@ def _refuse_foreign(slot: str, kind: str, plugin: str, database: str, ours: str)
 async def _release(settings: Settings) -> None:
     """Let other sources publish the tables; NATS being away does not undo the drop."""
     try:
-        await link.probe(settings)
-        client = await link.connect(
+        await probe(settings)
+        client = await connect(
             settings,
             on_disconnect=lambda: None,
             on_reconnect=lambda: None,

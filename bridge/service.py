@@ -26,10 +26,15 @@ from bridge.errors import (
     TableTaken,
     UnknownToLog,
 )
-from bridge.jetstream import link
 from bridge.jetstream.broker import open_broker
+from bridge.jetstream.connection import (
+    connect,
+    connection_options,
+    probe,
+    server_version,
+)
 from bridge.jetstream.fence import Fenced
-from bridge.jetstream.streams import ApiError, api, stream_state
+from bridge.jetstream.streams import api, stream_state
 from bridge.postgres.connection import conninfo_of
 from bridge.postgres.slot import SlotInUse
 from bridge.publish.outage import OutageTooLong
@@ -39,6 +44,7 @@ from bridge.telemetry.http import HttpServer
 from bridge.telemetry.logs import MetricsLine
 from bridge.telemetry.stats import ENDED_STATES, BridgeStats, State
 from bridge.telemetry.wal_monitor import WalMonitor
+from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.transport.version import __version__
 from consumer_sdk.wire.lsn import format_lsn
@@ -186,12 +192,12 @@ class Service:
     async def _connect_nats(self) -> None:
         while True:
             try:
-                await self._unless_stopped(link.probe(self._settings))
+                await self._unless_stopped(probe(self._settings))
                 break
             except Retryable as error:
                 self._note(str(error))
                 await self._backoff.wait()
-        self._client = await link.connect(
+        self._client = await connect(
             self._settings,
             on_disconnect=self._on_nats_disconnect,
             on_reconnect=self._on_nats_reconnect,
@@ -200,8 +206,8 @@ class Service:
         self._stack.push_async_callback(self._client.close)
         self._backoff.reset()
         self._nats_connected = self.stats.nats_connected = True
-        self.stats.nats_version = ".".join(map(str, link.server_version(self._client)))
-        event(log, "connected to nats", server=link.shown_servers(self._settings),
+        self.stats.nats_version = ".".join(map(str, server_version(self._client)))
+        event(log, "connected to nats", server=connection_options(self._settings).hosts,
               version=self.stats.nats_version)  # fmt: skip
 
     def _on_nats_disconnect(self) -> None:

@@ -15,8 +15,8 @@ from bridge.errors import DataAtRiskError, Retryable, SourceError
 from bridge.events.assembler import Assembler
 from bridge.events.messages import Packaging, content_headers
 from bridge.events.relations import CompiledRelation
+from bridge.jetstream.buckets import ObjectWriter
 from bridge.jetstream.dictionaries import DictionaryStore
-from bridge.jetstream.objects import ObjectWriter
 from bridge.postgres.catalog import Catalog
 from bridge.postgres.connection import ReplicationConnection, connect_catalog
 from bridge.postgres.coverage import read_coverage

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     )
     from consumer_sdk.reading.progress import Progress
     from consumer_sdk.reading.starting_point import SourcePosition
-    from consumer_sdk.reading.stream import Frame
     from consumer_sdk.reading.transactions import Transaction
     from consumer_sdk.snapshot.chunks import ChunkRows
     from consumer_sdk.snapshot.request import SnapshotProgress
     from consumer_sdk.snapshot.snapshot import Snapshot, SnapshotMeta
+    from consumer_sdk.transport.api import Frame
     from consumer_sdk.transport.settings import NatsSettings
     from consumer_sdk.transport.version import __version__
     from consumer_sdk.wire.column_types import Column, TableSchema
@@ -52,7 +52,7 @@ _MODULES = {
     "Column": "wire.column_types",
     "CorruptData": "errors",
     "Event": "wire.envelope",
-    "Frame": "reading.stream",
+    "Frame": "transport.api",
     "GapError": "errors",
     "LogBounds": "reading.log",
     "LogReader": "reading.log",

@@ -14,7 +14,7 @@ from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.starting_point import After, StartingPoint, find_starting_point
 from consumer_sdk.reading.transactions import Transaction, TransactionBuilder
 from consumer_sdk.snapshot.request import RequestOptions, take_snapshot
-from consumer_sdk.transport.connection import LogConnection, open_connection
+from consumer_sdk.transport.connection import NatsConnection, open_connection
 from consumer_sdk.transport.settings import NatsSettings
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ async def connect(
     """
     if settings is None:
         settings = NatsSettings.resolve(servers, prefix=prefix)
-    connection = await open_connection(settings, timeout)
+    connection = await open_connection(settings.connection(), timeout)
     try:
         yield Client(connection, settings)
     finally:
@@ -63,7 +63,7 @@ async def connect(
 class Client:
     """A deployment of tailrace as seen by its consumers."""
 
-    def __init__(self, nc: LogConnection, settings: NatsSettings) -> None:
+    def __init__(self, nc: NatsConnection, settings: NatsSettings) -> None:
         self.deployment = Deployment(nc, settings)
         self.nc = nc
         self.settings = settings

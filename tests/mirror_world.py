@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import GapError, UnknownTable
-from consumer_sdk.reading.stream import StreamBounds
 from consumer_sdk.targets.evolution import key_columns
+from consumer_sdk.transport.api import StreamBounds
 from consumer_sdk.wire.subjects import table_token
 from tests.mirror_model import CREATED, ModelSource, ModelStream, Row, column, table_schema
 

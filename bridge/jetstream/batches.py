@@ -8,8 +8,8 @@ it at the first message it refuses. The batch is named after the fence, so that 
 fence next can end a batch that was left open: its messages after the first are not fenced.
 
 Plain: each message expects the one before it to be the last of the stream, so a refusal refuses
-the rest; a neighbour's message in between only shortens the batch. What a stale writer still sends
-is refused too, except right behind the same message sent by us: then it is what we would send next.
+the rest; a message of another source in between only shortens the batch. What a stale writer still
+sends is refused too, except right behind the same message sent by us: then it is our next message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ NO_SUCH_BATCH = (10208, 10205)
 """The batch is unknown; the stream takes no batches any more."""
 END_TIMEOUT_SECONDS = 5.0
 _BEYOND_ANY_BATCH = 1 << 30
-FULL = (10047, 10077, 10023, 10121, 10122)
+NO_ROOM = (10002, 10023, 10028, 10047, 10077, 10121, 10122)
+"""Limits of the account, of the server's memory and storage, and of the stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +63,18 @@ class Refusal:
 
     @property
     def interleaved(self) -> bool:
-        """A neighbour on the stream wrote in between; the outcome is known."""
+        """Another source of the stream wrote in between; what is stored is known."""
         return self.code == WRONG_LAST_MSG_ID
 
     @property
     def full(self) -> bool:
         """The stream or the account has no room."""
-        return self.code in FULL or "exceeded" in self.text or "insufficient" in self.text
+        return self.code in NO_ROOM
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """`stored` messages from the front are in the stream; `last_seq` is 0 where it is unknown."""
+class BatchResult:
+    """The first `stored` messages of a batch are in the stream; `last_seq` is 0 if unknown."""
 
     stored: int
     last_seq: int
@@ -87,8 +88,8 @@ class BatchWriter(Protocol):
 
     async def send(
         self, items: Sequence[OutgoingMessage], fence: Fence, following: Following | None = None
-    ) -> Outcome:
-        """Publish a batch under the fence and tell what became of it.
+    ) -> BatchResult:
+        """Publish a batch under the fence; the result says what is stored.
 
         `following` gives the next batch, if there is one, while this one is under way. It may be
         written as soon as this one is stored; the caller must send it next.
@@ -216,7 +217,7 @@ class FastIngestWriter:
 
     async def send(
         self, items: Sequence[OutgoingMessage], fence: Fence, following: Following | None = None
-    ) -> Outcome:
+    ) -> BatchResult:
         batch, self._next = self._next, None
         if batch is None or batch.items is not items or batch.fence_seq != fence.sequence:
             self._replies.forget()
@@ -226,7 +227,9 @@ class FastIngestWriter:
             self._next = None
         return outcome
 
-    async def _send(self, batch: _Encoded, fence: Fence, following: Following | None) -> Outcome:
+    async def _send(
+        self, batch: _Encoded, fence: Fence, following: Following | None
+    ) -> BatchResult:
         count, prefix = len(batch.items), batch.head.decode()
         refusal: Refusal | None = None
         try:
@@ -246,7 +249,7 @@ class FastIngestWriter:
                         continue
                     status = message.headers.get("Status") if message.headers else None
                     if status:
-                        return Outcome(0, 0, Refusal(int(status), "no JetStream leader"))
+                        return BatchResult(0, 0, Refusal(int(status), "no JetStream leader"))
                     answer = json.loads(message.data)
                     if not isinstance(answer, dict):
                         raise ValueError(answer)
@@ -263,21 +266,21 @@ class FastIngestWriter:
                         stored = answer.get("count", 0)
                         if stored == count and refusal is None:
                             self._write_next()
-                            return Outcome(count, answer["seq"])
-                        return Outcome(0, 0, refusal or Refusal(0, "the batch ended early"))
+                            return BatchResult(count, answer["seq"])
+                        return BatchResult(0, 0, refusal or Refusal(0, "the batch ended early"))
                     problem = answer.get("error") or {}
-                    return Outcome(
+                    return BatchResult(
                         0,
                         0,
                         refusal
                         or Refusal(problem.get("err_code", 0), problem.get("description", "")),
                     )
         except TimeoutError:
-            return Outcome(0, 0, refusal or Refusal(0, "no acknowledgement in time"))
+            return BatchResult(0, 0, refusal or Refusal(0, "no acknowledgement in time"))
         except Retryable as error:
-            return Outcome(0, 0, Refusal(0, str(error)))
+            return BatchResult(0, 0, Refusal(0, str(error)))
         except ValueError:
-            return Outcome(0, 0, Refusal(0, "unreadable acknowledgement"))
+            return BatchResult(0, 0, Refusal(0, "unreadable acknowledgement"))
 
     def _encode(self, items: Sequence[OutgoingMessage], fence: Fence) -> _Encoded:
         """A batch as it is written: operation 0 begins it, 1 adds, 2 adds and ends."""
@@ -311,7 +314,7 @@ class FastIngestWriter:
         return frames
 
     def _write_next(self) -> None:
-        """Keep the server busy: what follows is ready, and nothing stands in its way."""
+        """Write the next batch before anything else is done, so that the server need not wait."""
         if self._next is not None:
             self._next.is_written = self._writer.write_at_once(self._next.data)
 
@@ -334,7 +337,7 @@ class PlainWriter:
         self._number = 0
         self._fence_seq = 0
         self._before = b""
-        """Id that the stream's last message should have; empty where a neighbour's came after."""
+        """Id that the stream's last message should have; empty if another source wrote after it."""
 
     async def open(self) -> None:
         await self._replies.open()
@@ -344,7 +347,7 @@ class PlainWriter:
         items: Sequence[OutgoingMessage],
         fence: Fence,
         following: Following | None = None,  # noqa: ARG002
-    ) -> Outcome:
+    ) -> BatchResult:
         if self._fence_seq != fence.sequence:
             self._fence_seq = fence.sequence
             self._before = fence.msg_id
@@ -355,7 +358,7 @@ class PlainWriter:
             self._before = b""
         return outcome
 
-    async def _send(self, items: Sequence[OutgoingMessage], guard: bytes) -> Outcome:
+    async def _send(self, items: Sequence[OutgoingMessage], guard: bytes) -> BatchResult:
         self._number += 1
         self._replies.forget()
         head = b"%b.%x." % (self._replies.inbox, self._number)
@@ -385,17 +388,17 @@ class PlainWriter:
                     else:
                         last_seq = max(last_seq, json.loads(message.data).get("seq", 0))
         except TimeoutError:
-            return Outcome(0, 0, Refusal(0, "no acknowledgement in time"))
+            return BatchResult(0, 0, Refusal(0, "no acknowledgement in time"))
         except Retryable as error:
-            return Outcome(0, 0, Refusal(0, str(error)))
+            return BatchResult(0, 0, Refusal(0, str(error)))
         if not refusals:
-            return Outcome(len(items), last_seq)
+            return BatchResult(len(items), last_seq)
         first = min(refusals)
         if refusals[first].interleaved and len(refusals) == len(items) - first:
-            return Outcome(first, last_seq, refusals[first])
+            return BatchResult(first, last_seq, refusals[first])
         if refusals[first].interleaved:
-            return Outcome(0, 0, Refusal(0, "acknowledgements do not form a prefix"))
-        return Outcome(0, 0, refusals[first])
+            return BatchResult(0, 0, Refusal(0, "acknowledgements do not form a prefix"))
+        return BatchResult(0, 0, refusals[first])
 
     def interrupt(self) -> None:
         self._replies.interrupt()

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 from nats.js.errors import NotFoundError
 
 from bridge.errors import BrokerError, DataAtRiskError, Retryable
-from bridge.jetstream.link import server_version
+from bridge.jetstream.buckets import ensure_bucket, ensure_objects
+from bridge.jetstream.connection import server_version
 from bridge.jetstream.record import load_progress
 from bridge.jetstream.streams import (
-    ApiError,
     cdc_config,
-    ensure_bucket,
-    ensure_objects,
     ensure_stream,
     init_config,
     stream_state,
 )
+from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.cancellation import stay_cancelled
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import nats.errors
 
 from bridge.errors import Retryable
 from bridge.jetstream.batches import end_batch
-from bridge.jetstream.streams import NO_MESSAGE_FOUND, ApiError, api, stored_message
+from bridge.jetstream.streams import stored_message
+from consumer_sdk.transport.api import ApiError, parse_headers
 from consumer_sdk.wire.envelope import decode_payload, encode
 from consumer_sdk.wire.errors import WireError
 
@@ -38,7 +39,7 @@ class PublishRefused(Exception):
 
 
 class _Written(NamedTuple):
-    """A fence as the stream has it: who wrote it, and under which fence that one wrote before."""
+    """A stored fence: its sequence, who wrote it, and the fence that the writer held before."""
 
     sequence: int
     instance: str
@@ -46,7 +47,7 @@ class _Written(NamedTuple):
 
 
 class Fence:
-    """Our right to publish for one source.
+    """The right of this bridge to publish for one source.
 
     `batched` says that stale writers may have left a fast-ingest batch open, which the fence alone
     does not stop.
@@ -80,7 +81,7 @@ class Fence:
         """Name of the batches written under this fence."""
 
     async def take(self) -> int:
-        """Take over, by the right of holding the slot."""
+        """Take the fence over; only whoever holds the slot may call this."""
         for _ in range(TAKE_ATTEMPTS):
             newest = await self._newest()
             try:
@@ -96,7 +97,7 @@ class Fence:
         raise Retryable("the fence is contended")
 
     async def renew(self) -> int:
-        """Write the fence anew, unless somebody else has; whatever we still had under way fails."""
+        """Write the fence again, so that what we have under way fails; Fenced if it is lost."""
         held = self.sequence
         try:
             await self._publish(held)
@@ -112,7 +113,7 @@ class Fence:
         return self.sequence
 
     async def _end_batches(self, *fences: int) -> None:
-        """End what an earlier holder may have left open.
+        """End batches that an earlier holder may have left open.
 
         What such a batch stored before its end is behind our fence: write a second one behind it.
         """
@@ -128,19 +129,18 @@ class Fence:
 
     async def _newest(self) -> _Written:
         try:
-            answer = await api(
-                self._client, f"STREAM.MSG.GET.{self._stream}", {"last_by_subj": self._subject}
+            message = await stored_message(
+                self._client, self._stream, {"last_by_subj": self._subject}
             )
         except ApiError as error:
-            if error.code == NO_MESSAGE_FOUND:
-                return _Written(0, "", 0)
             raise Retryable(f"the fence cannot be read: {error}") from error
-        message = stored_message(answer)
+        if message is None:
+            return _Written(0, "", 0)
         try:
-            document = decode_payload(message.headers, message.data)
-            return _Written(message.seq, str(document["instance"]), int(document["before"]))
+            document = decode_payload(parse_headers(message.headers), message.payload)
+            return _Written(message.stream_seq, str(document["instance"]), int(document["before"]))
         except (WireError, KeyError, TypeError, ValueError, OverflowError):
-            return _Written(message.seq, "", 0)
+            return _Written(message.stream_seq, "", 0)
 
     async def _publish(self, before: int) -> None:
         self._count += 1

@@ -1,7 +1,7 @@
 """Frames of the NATS protocol, many in one write.
 
-The only module that touches a private part of nats-py: its transport. `FrameWriter.create` tries
-it on the living connection, and falls back to the public API where it does not do what it should.
+The only module of the bridge that uses a private part of nats-py: its transport.
+`FrameWriter.create` tries that on the open connection, and uses the public API where it fails.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ import nats.errors
 from nats.js.errors import APIError, InvalidKeyError, KeyNotFoundError
 
 from bridge.errors import DataAtRiskError, Retryable
-from bridge.jetstream.record import Record, is_held
-from bridge.jetstream.streams import NO_MESSAGE_FOUND, ApiError, api, stored_message
+from bridge.jetstream.record import StreamRecord, is_held
+from bridge.jetstream.streams import api, stored_message
+from consumer_sdk.transport.api import ApiError, parse_headers
 from consumer_sdk.wire.envelope import decode_payload
 from consumer_sdk.wire.errors import DictionaryMissing, WireError
 from consumer_sdk.wire.message_id import message_id, parse_message_id
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from bridge.events.messages import OutgoingMessage
     from bridge.jetstream.record import Document
+    from consumer_sdk.transport.api import Frame
     from consumer_sdk.wire.subjects import Subjects
 
 PULL_MESSAGES = 256
@@ -57,12 +59,12 @@ class RecordReader:
         self._bucket = dictionaries
         self._dictionaries: dict[str, bytes] = {}
 
-    async def read(self, fence_seq: int, kept: Document | None) -> Record:
+    async def read(self, fence_seq: int, kept: Document | None) -> StreamRecord:
         """The record as of our fence, behind which nothing but ours comes.
 
         `kept` is a progress record that outlives the stream's contents, as the KV bucket has it.
         """
-        record = Record()
+        record = StreamRecord()
         newest = {"deliver_policy": "last_per_subject", "filter_subject": self._subjects.cdc_all}
         await self._read_until(fence_seq, record, newest)
         if record.doubtful:
@@ -73,12 +75,12 @@ class RecordReader:
             record.note_progress(kept)
         return record
 
-    async def look(self, kept: Document | None) -> Record:
+    async def look(self, kept: Document | None) -> StreamRecord:
         """The record as it stands, without a fence: a bridge may go on writing meanwhile.
 
         What was stored before this call is in it; nothing is written.
         """
-        record = Record()
+        record = StreamRecord()
         last_seq = await self._last_seq()
         if last_seq:
             newest = {
@@ -101,49 +103,34 @@ class RecordReader:
 
     async def _last_seq(self) -> int:
         """Sequence of the newest message the stream holds, 0 where it holds none."""
-        try:
-            answer = await api(
-                self._client,
-                f"STREAM.MSG.GET.{self._subjects.cdc_stream}",
-                {"last_by_subj": self._subjects.cdc_all},
-            )
-        except ApiError as error:
-            if error.code == NO_MESSAGE_FOUND:
-                return 0
-            raise Retryable(f"the record cannot be read: {error}") from error
-        return stored_message(answer).seq
+        newest = await self._stored({"last_by_subj": self._subjects.cdc_all})
+        return 0 if newest is None else newest.stream_seq
 
     async def message_id_at(self, seq: int) -> str | None:
         """Id of the message with this sequence; None where it is not kept any more."""
-        try:
-            answer = await api(
-                self._client, f"STREAM.MSG.GET.{self._subjects.cdc_stream}", {"seq": seq}
-            )
-        except ApiError as error:
-            if error.code == NO_MESSAGE_FOUND:
-                return None
-            raise Retryable(f"the record cannot be read: {error}") from error
-        return stored_message(answer).headers.get("Nats-Msg-Id", "")
+        message = await self._stored({"seq": seq})
+        if message is None:
+            return None
+        return (parse_headers(message.headers) or {}).get("Nats-Msg-Id", "")
 
     async def holds(self, item: OutgoingMessage) -> bool:
         """Whether the newest message on the item's subject is the item or one after it."""
-        try:
-            answer = await api(
-                self._client,
-                f"STREAM.MSG.GET.{self._subjects.cdc_stream}",
-                {"last_by_subj": item.subject.decode()},
-            )
-        except ApiError as error:
-            if error.code == NO_MESSAGE_FOUND:
-                return False
-            raise Retryable(f"the record cannot be read: {error}") from error
-        message = stored_message(answer)
-        record = Record()
-        await self._take(record, item.subject.decode(), message.headers, message.data)
+        message = await self._stored({"last_by_subj": item.subject.decode()})
+        if message is None:
+            return False
+        record = StreamRecord()
+        headers = parse_headers(message.headers) or {}
+        await self._take(record, item.subject.decode(), headers, message.payload)
         return not record.doubtful and is_held(item, record)
 
+    async def _stored(self, request: Mapping[str, Any]) -> Frame | None:
+        try:
+            return await stored_message(self._client, self._subjects.cdc_stream, request)
+        except ApiError as error:
+            raise Retryable(f"the record cannot be read: {error}") from error
+
     async def _read_until(
-        self, last_seq: int, record: Record, config: Mapping[str, Any], *, whole: bool = False
+        self, last_seq: int, record: StreamRecord, config: Mapping[str, Any], *, whole: bool = False
     ) -> None:
         """Read until `last_seq` is seen; with `whole`, also all else there was at the beginning.
 
@@ -165,7 +152,7 @@ class RecordReader:
         raise Retryable("the stream's replica stays behind its leader")
 
     async def _take(
-        self, record: Record, subject: str, headers: dict[str, str], data: bytes
+        self, record: StreamRecord, subject: str, headers: dict[str, str], data: bytes
     ) -> None:
         subjects = self._subjects
         is_progress = subject == subjects.progress(self._source)

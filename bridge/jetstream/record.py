@@ -20,7 +20,7 @@ Document = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Record:
+class StreamRecord:
     """What was found of one source; positions are those of its newest epoch."""
 
     epoch: int = 0
@@ -102,7 +102,7 @@ def is_counted(item: OutgoingMessage) -> bool:
     return item.transaction is not None
 
 
-def is_held(item: OutgoingMessage, record: Record) -> bool:
+def is_held(item: OutgoingMessage, record: StreamRecord) -> bool:
     """Whether a counted message is at or before the record's position."""
     assert item.transaction is not None
     commit_lsn = item.transaction.commit_lsn
@@ -130,7 +130,7 @@ async def read_progress(bucket: KeyValue, source: str) -> tuple[int, Document | 
         document = decode_payload({"Content-Type": JSON} if value[:1] == b"{" else None, value)
         if any(type(document[key]) is not int for key in ("epoch", "lsn", "stream_seq")):
             raise WireError("not a progress record")
-        Record().note_progress(document)
+        StreamRecord().note_progress(document)
     except (WireError, *MISFITS):
         return revision, None
     return revision, document

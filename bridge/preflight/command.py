@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import nats.errors
 
 from bridge.errors import BrokerError, Retryable
-from bridge.jetstream.link import open_link, options_of, probe
-from bridge.jetstream.streams import ApiError
+from bridge.jetstream.connection import open_connection, options_of, probe
 from bridge.postgres.connection import conninfo_of, conninfo_parts
 from bridge.postgres.errors import DriverError
 from bridge.preflight.continuity import SlotPosition, check_continuity, read_slot_position
@@ -29,6 +28,7 @@ from bridge.preflight.postgres import (
     unreadable,
 )
 from bridge.preflight.setup_sql import setup_sql
+from consumer_sdk.transport.api import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,7 +120,7 @@ async def _check_connected(
     found = await check_permissions(options, subjects)
     if any(finding.blocks for finding in found):
         return found
-    client = await open_link(**{**options, "allow_reconnect": False})
+    client = await open_connection(**{**options, "allow_reconnect": False})
     try:
         found += await check_nats(
             client,

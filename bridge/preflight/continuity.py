@@ -10,12 +10,13 @@ from nats.js.errors import APIError, NotFoundError
 
 from bridge.errors import BridgeError, DataAtRiskError, Retryable
 from bridge.jetstream.readback import RecordReader
-from bridge.jetstream.record import Record, load_progress
-from bridge.jetstream.streams import ApiError, stream_state
+from bridge.jetstream.record import StreamRecord, load_progress
+from bridge.jetstream.streams import stream_state
 from bridge.postgres.connection import ReplicationConnection, Server
 from bridge.preflight.findings import Finding, Severity, ok, problem
 from bridge.publish.continuity import Continuity, decide
 from bridge.schemas.store import SchemaStore
+from consumer_sdk.transport.api import ApiError
 from consumer_sdk.wire.lsn import format_lsn, parse_lsn
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ async def check_continuity(
 
 
 def _decide(
-    record: Record,
+    record: StreamRecord,
     server: Server,
     publication: str,
     position: SlotPosition,
@@ -132,7 +133,7 @@ def _decide(
 
 def _gap(
     decision: Continuity,
-    record: Record,
+    record: StreamRecord,
     slot: str,
     position: SlotPosition,
     stream: StreamState | None,
@@ -162,12 +163,14 @@ async def _reader(client: Client, subjects: Subjects, slot: str) -> RecordReader
     return RecordReader(client, subjects, slot, foreign.__contains__, dictionaries)
 
 
-async def _record(client: Client, records: RecordReader, subjects: Subjects, slot: str) -> Record:
+async def _record(
+    client: Client, records: RecordReader, subjects: Subjects, slot: str
+) -> StreamRecord:
     bucket = await _bucket(client, subjects.bridge_bucket)
     kept = await load_progress(bucket, slot) if bucket is not None else None
     if await stream_state(client, subjects.cdc_stream) is not None:
         return await records.look(kept)
-    record = Record()
+    record = StreamRecord()
     if kept is not None:
         record.note_progress(kept)
     return record
@@ -180,7 +183,7 @@ async def _bucket(client: Client, name: str) -> KeyValue | None:
         return None
 
 
-async def _tail_id(records: RecordReader, record: Record) -> str | None:
+async def _tail_id(records: RecordReader, record: StreamRecord) -> str | None:
     ended_at = (record.progress or {}).get("stream_seq")
     return await records.message_id_at(ended_at) if isinstance(ended_at, int) else None
 

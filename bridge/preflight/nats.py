@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 from typing import TYPE_CHECKING, Any
 
 from bridge.jetstream.broker import OLDEST_VERSION
-from bridge.jetstream.streams import ApiError, api
+from bridge.jetstream.streams import api, stored_message
 from bridge.preflight.findings import Finding, ok, problem, warning
 from bridge.preflight.permissions import stream_names
 from bridge.preflight.streams import (
@@ -20,6 +19,7 @@ from bridge.preflight.streams import (
 )
 from bridge.schemas.store import read_document
 from bridge.telemetry.wal_monitor import format_bytes
+from consumer_sdk.transport.api import STREAM_NOT_FOUND, ApiError
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 FAST_VERSION = (2, 14, 0)
 USUAL_PAYLOAD = 1024**2
 LITTLE_STORAGE = 1024**3
-
-_NOT_ENABLED = (10039, 10076)
-_STREAM_NOT_FOUND = 10059
-_NO_MESSAGE = 10037
 
 
 async def check_nats(
@@ -96,7 +92,7 @@ async def _stream_info(client: Client, name: str) -> dict[str, Any] | None:
     try:
         return await api(client, f"STREAM.INFO.{name}")
     except ApiError as error:
-        if error.code == _STREAM_NOT_FOUND:
+        if error.err_code == STREAM_NOT_FOUND:
             return None
         raise
 
@@ -233,13 +229,10 @@ async def _foreign_tables(
 
 
 async def _owner(client: Client, stream: str, subject: str) -> str:
-    try:
-        answer = await api(client, f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject})
-    except ApiError as error:
-        if error.code == _NO_MESSAGE:
-            return ""
-        raise
-    document = read_document(base64.b64decode(answer["message"].get("data") or ""))
+    message = await stored_message(client, stream, {"last_by_subj": subject})
+    if message is None:
+        return ""
+    document = read_document(message.payload)
     return "" if document is None else str(document.get("source") or "")
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from bridge.jetstream.link import open_link
+from bridge.jetstream.connection import open_connection
 from bridge.preflight.findings import Finding, ok, problem
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ async def check_permissions(options: Mapping[str, Any], subjects: Subjects) -> l
             refused.add((kind.lower(), subject.lower()))
 
     settings = {**options, "allow_reconnect": False, "error_cb": note}
-    client = await open_link(**settings)
+    client = await open_connection(**settings)
     try:
         for subject, body in _trials(subjects).values():
             await client.publish(subject, body, headers=_NOT_STORED)

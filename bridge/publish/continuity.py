@@ -9,7 +9,7 @@ from bridge.events.resume import Resume
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:
-    from bridge.jetstream.record import Record
+    from bridge.jetstream.record import StreamRecord
     from bridge.postgres.connection import Server
 
 
@@ -28,7 +28,7 @@ class Continuity:
 
 
 def decide(
-    record: Record,
+    record: StreamRecord,
     server: Server,
     *,
     publication: str,

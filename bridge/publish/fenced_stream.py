@@ -13,7 +13,8 @@ from bridge.jetstream.batches import FastIngestWriter, PlainWriter
 from bridge.jetstream.fence import Fence, PublishRefused
 from bridge.jetstream.frames import FrameWriter
 from bridge.jetstream.readback import RecordReader
-from bridge.jetstream.streams import ApiError, stream_state
+from bridge.jetstream.streams import stream_state
+from consumer_sdk.transport.api import ApiError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
     from bridge.config import Settings
     from bridge.events.messages import OutgoingMessage
-    from bridge.jetstream.batches import BatchWriter, Following, Outcome
+    from bridge.jetstream.batches import BatchResult, BatchWriter, Following
     from bridge.jetstream.broker import Broker
-    from bridge.jetstream.record import Document, Record
+    from bridge.jetstream.record import Document, StreamRecord
     from bridge.jetstream.streams import StreamState
 
 
@@ -114,7 +115,7 @@ class FencedStream:
 
     async def send(
         self, items: Sequence[OutgoingMessage], following: Following | None = None
-    ) -> Outcome:
+    ) -> BatchResult:
         """Publish a batch; the outcome tells how much of it is stored."""
         return await self._writer.send(items, self._fence, following)
 
@@ -130,14 +131,14 @@ class FencedStream:
         """Whether the newest message on the item's subject is the item or one after it."""
         return await self._records.holds(item)
 
-    async def read(self, kept: Document | None) -> Record:
+    async def read(self, kept: Document | None) -> StreamRecord:
         """What the stream records of the source; `kept` is the progress record of the KV bucket."""
         try:
             return await self._records.read(self._fence.sequence, kept)
         except (TimeoutError, nats.errors.Error, APIError) as error:
             raise Retryable(f"the record cannot be read: {error}") from error
 
-    async def read_back(self, known: Document) -> Record:
+    async def read_back(self, known: Document) -> StreamRecord:
         """Renew the fence and read what is stored; what is still under way fails.
 
         `known` is a progress record of what was acknowledged; StreamChanged if the stream does

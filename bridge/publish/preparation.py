@@ -14,7 +14,7 @@ from consumer_sdk.wire.envelope import encode
 from consumer_sdk.wire.message_id import message_id
 
 if TYPE_CHECKING:
-    from bridge.jetstream.objects import ObjectWriter
+    from bridge.jetstream.buckets import ObjectWriter
     from bridge.publish.outage import Outage
     from bridge.schemas.registry import SchemaRegistry
     from bridge.schemas.store import SchemaStore

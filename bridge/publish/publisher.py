@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
     from bridge.jetstream.batches import Following
-    from bridge.jetstream.record import Record
+    from bridge.jetstream.record import StreamRecord
     from bridge.publish.fenced_stream import FencedStream
     from bridge.publish.outage import Outage
     from bridge.publish.preparation import Preparation
@@ -387,7 +387,7 @@ class Publisher:
         event(log, "publishing resumed", stored=stored, again=len(chunk) - stored)
         return chunk[stored:]
 
-    async def _read_back(self) -> Record:
+    async def _read_back(self) -> StreamRecord:
         """Renew the fence and read what is stored; StreamChanged if it is less than it was."""
         known = self._confirmation.record(self._confirmation.lsn)
         record = await self._stream.read_back(known)

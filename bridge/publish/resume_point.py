@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from bridge.config import Settings
     from bridge.jetstream.broker import Broker
-    from bridge.jetstream.record import Record
+    from bridge.jetstream.record import StreamRecord
     from bridge.postgres.connection import Server
     from bridge.postgres.slot import Slot
     from bridge.source import Source
@@ -50,7 +50,7 @@ class ResumePoint:
     server: Server
     slot_lsn: int
     stream: FencedStream
-    record: Record
+    record: StreamRecord
     continuity: Continuity
 
     @classmethod
@@ -139,7 +139,7 @@ class ResumePoint:
         }
 
 
-async def _tail_id(stream: FencedStream, record: Record) -> str | None:
+async def _tail_id(stream: FencedStream, record: StreamRecord) -> str | None:
     """Id of the message that stands where the progress record says the stream ended."""
     ended_at = (record.progress or {}).get("stream_seq")
     return await stream.message_id_at(ended_at) if isinstance(ended_at, int) else None

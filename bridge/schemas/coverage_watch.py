@@ -17,9 +17,10 @@ import nats.errors
 from nats.js.errors import APIError, KeyNotFoundError
 
 from bridge.errors import Retryable, SourceError
-from bridge.jetstream.streams import ApiError, api
+from bridge.jetstream.streams import api
 from bridge.postgres.coverage import Coverage, Covered, has_attached_rows, read_coverage
 from bridge.schemas.coverage import rewritten, unlogged_changes
+from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.errors import MISFITS

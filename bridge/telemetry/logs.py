@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from consumer_sdk.transport.logfmt import JsonFormatter, LogfmtFormatter, event, quote_logfmt
+from consumer_sdk.transport.logfmt import JsonFormatter, LogfmtFormatter, event
 from consumer_sdk.wire.lsn import format_lsn
 
 if TYPE_CHECKING:
@@ -63,12 +63,6 @@ class MetricsLine:
             "ring": stats.ring_depth,
             "warnings": len(stats.warnings),
         }
-
-    def format(self, stats: BridgeStats) -> str:
-        """The line as text, without time and level."""
-        return "METRICS " + " ".join(
-            f"{key}={quote_logfmt(value)}" for key, value in self.fields(stats).items()
-        )
 
     async def run(self, stats: BridgeStats, interval: float = 15.0) -> None:
         """Log the line every interval until cancelled."""

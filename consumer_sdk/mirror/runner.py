@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from consumer_sdk.client import Client
     from consumer_sdk.reading.schemas import TableName as TableSpelling
-    from consumer_sdk.reading.stream import StreamBounds
     from consumer_sdk.targets.target import Target
+    from consumer_sdk.transport.api import StreamBounds
     from consumer_sdk.wire.column_types import TableSchema
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from consumer_sdk.reading.pull import PullConsumer
-    from consumer_sdk.reading.stream import Frame
+    from consumer_sdk.transport.api import Frame
     from consumer_sdk.wire.envelope import Event
 
 __all__ = ["ChangeFeed", "Stored"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from consumer_sdk.reading.references import damaged_message
-from consumer_sdk.reading.stream import parse_headers
+from consumer_sdk.transport.api import parse_headers
 from consumer_sdk.wire.column_types import TableSchema, restore_json
 from consumer_sdk.wire.envelope import (
     CONTENT_TYPE,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from consumer_sdk.reading.references import References
-    from consumer_sdk.reading.stream import Frame
+    from consumer_sdk.transport.api import Frame
     from consumer_sdk.wire.subjects import Subjects
 
 _PLAIN = b"Content-Type: application/msgpack"

@@ -13,7 +13,7 @@ from collections import deque
 from itertools import islice
 from typing import Final, NamedTuple
 
-from consumer_sdk.reading.stream import Frame
+from consumer_sdk.transport.api import Frame
 
 HEARTBEAT_SECONDS = 2.0
 STALL_SECONDS = 3 * HEARTBEAT_SECONDS

@@ -8,7 +8,7 @@ from consumer_sdk.errors import UsageError
 from consumer_sdk.reading.decoder import EventDecoder
 from consumer_sdk.reading.references import References
 from consumer_sdk.reading.schemas import Schemas, resolve_table
-from consumer_sdk.reading.stream import get_message, stream_bounds
+from consumer_sdk.transport.api import get_message, stream_bounds
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from typing import Any
 
     from consumer_sdk.reading.schemas import TableName
-    from consumer_sdk.reading.stream import Frame, StreamBounds
-    from consumer_sdk.transport.connection import LogConnection
+    from consumer_sdk.transport.api import Frame, StreamBounds
+    from consumer_sdk.transport.connection import NatsConnection
     from consumer_sdk.transport.settings import NatsSettings
 
 
 class Deployment:
     """A connection, the deployment's names, its schemas, and what its messages refer to."""
 
-    def __init__(self, nc: LogConnection, settings: NatsSettings) -> None:
+    def __init__(self, nc: NatsConnection, settings: NatsSettings) -> None:
         self.nc = nc
         self.settings = settings
         self.subjects = settings.subjects()

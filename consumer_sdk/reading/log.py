@@ -17,7 +17,7 @@ from consumer_sdk.reading.proof import (
     require_same_stream,
 )
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.stream import Frame, StreamBounds
+from consumer_sdk.transport.api import Frame, StreamBounds
 from consumer_sdk.transport.connection import open_connection
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _blocking(
             return []
 
     with asyncio.Runner() as runner:
-        connection = runner.run(open_connection(settings, timeout))
+        connection = runner.run(open_connection(settings.connection(), timeout))
         try:
             items = read(LogReader(Deployment(connection, settings)))
             try:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import CorruptData, VersionTooNew
-from consumer_sdk.reading.stream import get_message, parse_headers
+from consumer_sdk.transport.api import get_message, parse_headers
 from consumer_sdk.wire.envelope import JSON, decode_payload, unsigned
 from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
     from consumer_sdk.reading.deployment import Deployment
-    from consumer_sdk.reading.stream import Frame
+    from consumer_sdk.transport.api import Frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from consumer_sdk.reading.demand import Delivered
-    from consumer_sdk.reading.stream import StreamBounds
+    from consumer_sdk.transport.api import StreamBounds
 
 
 class StreamBreak(Enum):

@@ -16,8 +16,9 @@ import nats.errors
 from consumer_sdk.errors import CdcError, GapError, NotAvailable
 from consumer_sdk.reading.demand import Demand
 from consumer_sdk.reading.proof import Proof, Selection, StreamBreak
-from consumer_sdk.reading.stream import (
+from consumer_sdk.transport.api import (
     STREAM_NOT_FOUND,
+    ApiError,
     Frame,
     StreamBounds,
     bounds_of,
@@ -25,7 +26,7 @@ from consumer_sdk.reading.stream import (
     leader_of,
 )
 from consumer_sdk.transport.cancellation import stay_cancelled
-from consumer_sdk.transport.connection import ApiError, LogConnection, NoJetStream
+from consumer_sdk.transport.connection import NatsConnection, NoJetStream
 
 if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
@@ -47,7 +48,7 @@ class PullConsumer:
 
     def __init__(
         self,
-        nc: LogConnection,
+        nc: NatsConnection,
         selection: Selection,
         *,
         window: int = WINDOW_MESSAGES,
@@ -224,7 +225,7 @@ class PullConsumer:
                 await self._open()
             except ApiError as error:
                 problem: CdcError = NotAvailable(f"stream {self._stream}: {error}")
-                if error.error_code == STREAM_NOT_FOUND:
+                if error.err_code == STREAM_NOT_FOUND:
                     if not self._opened_before and self.created is None:
                         raise NotAvailable(
                             f"there is no stream {self._stream} on this NATS; has a bridge run?"

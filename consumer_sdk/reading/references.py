@@ -11,7 +11,7 @@ import nats.js.errors
 from consumer_sdk.errors import CorruptData, GapError, NotAvailable, VersionTooNew
 from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.stream import parse_headers
+from consumer_sdk.transport.api import parse_headers
 from consumer_sdk.wire.checksums import sha256_hex
 from consumer_sdk.wire.compression import LoadedDictionaries, decompress
 from consumer_sdk.wire.envelope import (
@@ -28,8 +28,8 @@ from consumer_sdk.wire.errors import MISFITS, DictionaryMissing, WireError, Wire
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from consumer_sdk.reading.stream import Frame
-    from consumer_sdk.transport.connection import LogConnection
+    from consumer_sdk.transport.api import Frame
+    from consumer_sdk.transport.connection import NatsConnection
     from consumer_sdk.wire.envelope import Document
     from consumer_sdk.wire.subjects import Subjects
 
@@ -47,7 +47,7 @@ _REF_KEYS: Final = (b"\xa3ref", b'"ref"')
 class References:
     """Fetches what the messages of one deployment refer to; dictionaries are kept."""
 
-    def __init__(self, nc: LogConnection, subjects: Subjects) -> None:
+    def __init__(self, nc: NatsConnection, subjects: Subjects) -> None:
         self._nc = nc
         self._dictionaries_bucket = subjects.dicts_bucket
         self._objects_bucket = subjects.objects_bucket

@@ -19,7 +19,7 @@ from consumer_sdk.errors import (
 from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.references import damaged_message
-from consumer_sdk.reading.stream import get_message, parse_headers
+from consumer_sdk.transport.api import get_message, parse_headers
 from consumer_sdk.transport.connection import NoJetStream
 from consumer_sdk.wire.column_types import TableSchema
 from consumer_sdk.wire.envelope import JSON, decode_payload
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from nats.js.kv import KeyValue
 
     from consumer_sdk.reading.references import References
-    from consumer_sdk.reading.stream import Frame
-    from consumer_sdk.transport.connection import LogConnection
+    from consumer_sdk.transport.api import Frame
+    from consumer_sdk.transport.connection import NatsConnection
     from consumer_sdk.wire.subjects import Subjects
 
 _BATCH = 256
@@ -70,7 +70,7 @@ def read_schema(key: str, value: bytes) -> TableSchema:
 class Schemas:
     """Table schemas: the newest versions from the KV bucket, older ones from the change stream."""
 
-    def __init__(self, nc: LogConnection, subjects: Subjects, references: References) -> None:
+    def __init__(self, nc: NatsConnection, subjects: Subjects, references: References) -> None:
         self._nc = nc
         self._subjects = subjects
         self._references = references

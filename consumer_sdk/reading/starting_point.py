@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from consumer_sdk.errors import CorruptData, GapError, UsageError
 from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.stream import probe_consumer
 from consumer_sdk.reading.transactions import COUNTED
+from consumer_sdk.transport.api import probe_consumer
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.position import Position
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from consumer_sdk.reading.decoder import Stored
     from consumer_sdk.reading.deployment import Deployment
     from consumer_sdk.reading.schemas import TableName
-    from consumer_sdk.reading.stream import Frame, StreamBounds
+    from consumer_sdk.transport.api import Frame, StreamBounds
 
 
 class SourcePosition(NamedTuple):

@@ -11,7 +11,7 @@ from decimal import ROUND_UP, Context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from consumer_sdk.errors import CorruptData, UsageError, VersionTooNew
-from consumer_sdk.reading.stream import parse_headers
+from consumer_sdk.transport.api import parse_headers
 from consumer_sdk.wire.column_types import Column, restore_json
 from consumer_sdk.wire.envelope import ARROW, CONTENT_TYPE, JSON, MSGPACK, WIRE_VERSION
 from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from decimal import Decimal
 
     from consumer_sdk.reading.references import References
-    from consumer_sdk.reading.stream import Frame
     from consumer_sdk.snapshot.snapshot import SnapshotMeta
+    from consumer_sdk.transport.api import Frame
 
 Row = dict[str, Any]
 _REFERENCE = "$ref"

@@ -22,7 +22,6 @@ from consumer_sdk.errors import (
 from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.schemas import TableName, resolve_table
-from consumer_sdk.reading.stream import parse_headers, stream_bounds
 from consumer_sdk.snapshot.snapshot import (
     Snapshot,
     SnapshotMeta,
@@ -31,6 +30,7 @@ from consumer_sdk.snapshot.snapshot import (
     is_reusable,
     newest_meta,
 )
+from consumer_sdk.transport.api import parse_headers, stream_bounds
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.envelope import CONTENT_TYPE, MSGPACK, decode_payload
 from consumer_sdk.wire.errors import WireError, WireVersionError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
 
     from consumer_sdk.reading.deployment import Deployment
-    from consumer_sdk.reading.stream import Frame
+    from consumer_sdk.transport.api import Frame
     from consumer_sdk.wire.column_types import TableSchema
 
 ANSWER_SECONDS = 3.0

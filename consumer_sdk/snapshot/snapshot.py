@@ -11,8 +11,8 @@ from consumer_sdk.errors import CorruptData, GapError, SnapshotFailed
 from consumer_sdk.reading.progress import find_progress
 from consumer_sdk.reading.proof import Selection, Trimming, find_break
 from consumer_sdk.reading.pull import PullConsumer
-from consumer_sdk.reading.stream import Frame, get_message, parse_headers, probe_consumer
 from consumer_sdk.snapshot.chunks import ArrowChunk, ChunkReader, ChunkRows, StoredChunk
+from consumer_sdk.transport.api import Frame, get_message, parse_headers, probe_consumer
 from consumer_sdk.wire.checksums import sha256_hex, snapshot_checksum
 from consumer_sdk.wire.column_types import Column
 from consumer_sdk.wire.envelope import CHUNK_SHA256, decode_payload, unsigned

@@ -1,55 +1,31 @@
-"""HOT PATH: tapped messages straight out of the bytes that came from the socket.
-
-nats-py's parser matches regular expressions, shifts a buffer and awaits a coroutine for every
-message. Here a run of complete messages for taps is cut out of the received bytes in one loop;
-everything else, and whatever is unusual, goes the parser's own way. `make bench reading` shows what
-that gains.
-"""
+"""The client of bridge and SDK: nats-py's, with TLS that is kept, taps and JetStream calls."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import nats.errors
 from nats.aio.client import Client as NatsClient
-from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
 from consumer_sdk.errors import AccessDenied, NotAvailable
-from consumer_sdk.transport.server_address import KeptTls, TlsNotOffered
+from consumer_sdk.transport.api import API_TIMEOUT_SECONDS, call_api
+from consumer_sdk.transport.frame_parser import FrameParser
+from consumer_sdk.transport.options import ServerAddress, TlsNotOffered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from urllib.parse import ParseResult
 
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
-    from consumer_sdk.transport.settings import NatsSettings
+    from consumer_sdk.transport.frame_parser import Tap
+    from consumer_sdk.transport.options import ConnectionOptions
 
 logger = logging.getLogger(__name__)
-
-API_TIMEOUT_SECONDS = 5.0
-
-
-class Tap(Protocol):
-    """Takes one frame: subject, reply subject, payload, header block (None or empty if none)."""
-
-    def __call__(
-        self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None, /
-    ) -> None: ...
-
-
-class ApiError(Exception):
-    """JetStream refused a request."""
-
-    def __init__(self, code: int, error_code: int, description: str) -> None:
-        super().__init__(f"JetStream: {description} ({error_code})")
-        self.code = code
-        self.error_code = error_code
-        self.description = description
 
 
 class NoJetStream(NotAvailable):
@@ -63,8 +39,19 @@ class NoJetStream(NotAvailable):
         super().__init__(message)
 
 
-class LogConnection(KeptTls, NatsClient):
-    """nats-py's client plus taps and JetStream calls as plain JSON."""
+class NatsAway(nats.errors.OutboundBufferLimitError):
+    """Nothing can be sent, because there is no connection."""
+
+    def __str__(self) -> str:
+        return "NATS is away"
+
+
+class NatsConnection(NatsClient):
+    """nats-py's client plus taps and JetStream calls as plain JSON.
+
+    TLS is kept once asked for, where nats-py would send the password without it if the server
+    offers none. `%40` in the password of an address is an @.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,6 +61,25 @@ class LogConnection(KeptTls, NatsClient):
         self.latest_error: Exception | None = None
         self.error_count = 0
         self.refused: asyncio.Future[Exception] | None = None
+
+    def _setup_server_pool(self, connect_url: list[str]) -> None:
+        super()._setup_server_pool(connect_url)
+        for server in self._server_pool:
+            server.uri = ServerAddress.of(server.uri)
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        # The first INFO comes before anything is sent; nats-py looks at `tls_required` afterwards.
+        server = self._current_server
+        if initial_connection and self.options.get("tls") is not None and server is not None:
+            _require_tls(server.uri, info)
+        await super()._process_info(info, initial_connection)
+
+    async def publish(self, *arguments: Any, **options: Any) -> None:
+        """Publish; NatsAway where nats-py speaks of a buffer, of which a bridge has none."""
+        try:
+            await super().publish(*arguments, **options)
+        except nats.errors.OutboundBufferLimitError as error:
+            raise NatsAway from error
 
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
@@ -132,7 +138,7 @@ class LogConnection(KeptTls, NatsClient):
     async def note_error(self, error: Exception) -> None:
         self.latest_error = error
         self.error_count += 1
-        if _is_refusal(error) and self.refused is not None and not self.refused.done():
+        if is_refused(error) and self.refused is not None and not self.refused.done():
             self.refused.set_result(error)
         logger.debug("nats error", extra={"error": str(error)})
 
@@ -144,28 +150,15 @@ class LogConnection(KeptTls, NatsClient):
         timeout: float = API_TIMEOUT_SECONDS,
     ) -> dict[str, Any]:
         """Call JetStream's API; ApiError if it refuses, NotAvailable if it does not answer."""
-        payload = b"" if body is None else json.dumps(body).encode()
         errors_before = self.error_count
         try:
-            reply = await self.request(f"$JS.API.{subject}", payload, timeout=timeout)
-            answer: dict[str, Any] = json.loads(reply.data)
+            return await call_api(self, subject, body, timeout=timeout)
         except nats.errors.NoRespondersError as error:
             raise NoJetStream from error
         except (nats.errors.Error, OSError, TimeoutError) as error:
-            denied = str(self.latest_error)
-            if self.error_count != errors_before and "permissions violation" in denied.lower():
-                raise AccessDenied(f"NATS refuses: {denied.removeprefix('nats: ')}") from error
+            if self.error_count != errors_before and is_forbidden(self.latest_error):
+                raise AccessDenied(f"NATS refuses: {one_line(self.latest_error)}") from error
             raise NotAvailable(f"NATS does not answer: {self.explain(error)}") from error
-        except ValueError as error:
-            raise NotAvailable("JetStream's answer is not JSON") from error
-        refusal = answer.get("error")
-        if refusal:
-            raise ApiError(
-                int(refusal.get("code", 0)),
-                int(refusal.get("err_code", 0)),
-                str(refusal.get("description", "")),
-            )
-        return answer
 
     async def discard_consumer(self, stream: str, name: str) -> None:
         """Remove a consumer without waiting for it; the server does so itself a little later."""
@@ -178,15 +171,43 @@ class LogConnection(KeptTls, NatsClient):
         telling = error
         if not self.is_connected and self.latest_error is not None:
             telling = self.latest_error
-        text = " ".join((str(telling) or type(telling).__name__).split())
-        return text.removeprefix("nats: ")
+        return one_line(telling)
 
 
-def _is_refusal(error: Exception) -> bool:
-    return (
-        isinstance(error, (nats.errors.AuthorizationError, TlsNotOffered))
-        or "authorization" in str(error).lower()
-    )
+def is_refused(error: Exception | None) -> bool:
+    """Whether a server does not let us in: repairing the credentials helps, waiting does not.
+
+    nats-py has a class for one of the refusals; of the others it hands on the text of the server's
+    -ERR line, for which the protocol has no codes.
+    """
+    if isinstance(error, (nats.errors.AuthorizationError, TlsNotOffered)):
+        return True
+    text = str(error).lower()
+    if "timeout" in text:
+        return False
+    return any(word in text for word in ("authorization", "authentication", "nkey"))
+
+
+def is_forbidden(error: Exception | None) -> bool:
+    """Whether the account may not use a subject; here too the -ERR line is all there is."""
+    return "permissions violation" in str(error).lower()
+
+
+def one_line(error: Exception | None) -> str:
+    """What an error says, without nats-py's prefix; its class where it says nothing."""
+    if isinstance(error, ConnectionRefusedError):
+        return "connection refused"
+    text = " ".join((str(error) or type(error).__name__).split())
+    return text.removeprefix("nats: ")
+
+
+def _require_tls(server: ParseResult, info: dict[str, Any]) -> None:
+    """Have nats-py go on with TLS after a server's INFO; TlsNotOffered where it cannot."""
+    if server.scheme == "wss":
+        return
+    if not info.get("tls_required") and not info.get("tls_available"):
+        raise TlsNotOffered(server.netloc.rpartition("@")[2])
+    info["tls_required"] = True
 
 
 def _header_block(headers: Mapping[str, str] | None) -> bytes | None:
@@ -198,15 +219,17 @@ def _header_block(headers: Mapping[str, str] | None) -> bytes | None:
     return ("\r\n".join([first, *lines]) + "\r\n\r\n").encode()
 
 
-async def open_connection(settings: NatsSettings, timeout: float | None = 10.0) -> LogConnection:
+async def open_connection(
+    options: ConnectionOptions, timeout: float | None = 10.0
+) -> NatsConnection:
     """Connect, then stay connected for ever.
 
     Waits for an absent server up to `timeout` seconds (None: for ever), then raises NotAvailable.
     Refused credentials raise AccessDenied at once.
     """
-    connection = LogConnection()
+    connection = NatsConnection()
     connection.refused = asyncio.get_running_loop().create_future()
-    opening = asyncio.ensure_future(_connect(connection, settings))
+    opening = asyncio.ensure_future(_connect(connection, options))
     try:
         either: set[asyncio.Future[Any]] = {opening, connection.refused}
         await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -215,7 +238,7 @@ async def open_connection(settings: NatsSettings, timeout: float | None = 10.0) 
             connection.refused = None
             return connection
     except (nats.errors.Error, OSError, ValueError) as error:
-        _raise_unusable(settings, error)
+        _raise_unusable(options, error)
     finally:
         if not opening.done():
             opening.cancel()
@@ -224,14 +247,16 @@ async def open_connection(settings: NatsSettings, timeout: float | None = 10.0) 
             with suppress(nats.errors.Error, OSError):
                 await connection.close()
     if connection.refused.done():
-        _raise_unusable(settings, connection.refused.result())
+        _raise_unusable(options, connection.refused.result())
     reason = connection.explain(connection.latest_error or TimeoutError("no answer"))
-    raise NotAvailable(f"no NATS server at {settings.address} within {timeout:g} s: {reason}")
+    raise NotAvailable(f"no NATS server at {options.hosts} within {timeout:g} s: {reason}")
 
 
-async def _connect(connection: LogConnection, settings: NatsSettings) -> None:
+async def _connect(connection: NatsConnection, options: ConnectionOptions) -> None:
     await connection.connect(
-        **settings.connect_options(),
+        **options.for_nats(),
+        ping_interval=20,
+        flush_timeout=10,
         error_cb=connection.note_error,
         disconnected_cb=connection.note_change,
         reconnected_cb=connection.note_change,
@@ -239,59 +264,10 @@ async def _connect(connection: LogConnection, settings: NatsSettings) -> None:
     )
 
 
-def _raise_unusable(settings: NatsSettings, error: Exception) -> NoReturn:
+def _raise_unusable(options: ConnectionOptions, error: Exception) -> NoReturn:
     if isinstance(error, TlsNotOffered):
         raise AccessDenied(str(error)) from error
     raise AccessDenied(
-        f"NATS at {settings.address} refuses the connection: {error}; check user, password, "
+        f"NATS at {options.hosts} refuses the connection: {error}; check user, password, "
         "credentials and TLS files"
     ) from error
-
-
-_CRLF: Final = b"\r\n"
-_LONGEST_LINE: Final = 4096
-_LARGE_BYTES: Final = 128 * 1024
-"""A message larger than this that is not complete grows in the parser's own buffer."""
-
-
-class FrameParser(Parser):
-    """nats-py's parser with a short cut for messages to taps."""
-
-    def __init__(self, nc: LogConnection, taps: dict[int, Tap]) -> None:
-        super().__init__(nc)
-        self._taps = taps
-
-    async def parse(self, data: bytes = b"") -> None:
-        """Take received bytes, as `Parser.parse` does."""
-        taps = self._taps
-        if not taps or self.state != AWAITING_CONTROL_LINE:
-            await super().parse(data)
-            return
-        received = bytes(self.buf) + data if self.buf else data
-        self.buf.clear()
-        at = 0
-        size = len(received)
-        while at < size:
-            line_end = received.find(_CRLF, at, at + _LONGEST_LINE)
-            if line_end < 0:
-                break
-            # HMSG <subject> <sid> <reply> <header bytes> <all bytes>
-            words = received[at:line_end].split(b" ")
-            if len(words) != 6 or words[0] != b"HMSG":
-                break
-            try:
-                tap = taps[int(words[2])]
-                head = line_end + 2
-                body = head + int(words[4])
-                end = head + int(words[5])
-            except (KeyError, ValueError):
-                break
-            if end + 2 > size:
-                if end - head <= _LARGE_BYTES:
-                    self.buf += received[at:]
-                    return
-                break
-            tap(words[1], words[3], received[body:end], received[head:body])
-            at = end + 2
-        if at < size:
-            await super().parse(received[at:])

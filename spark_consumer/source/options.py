@@ -27,7 +27,7 @@ from consumer_sdk.wire.subjects import Subjects
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from consumer_sdk.reading.stream import StreamBounds
+    from consumer_sdk.transport.api import StreamBounds
     from spark_consumer.lake.column_values import Unrepresentable
 
 logger = logging.getLogger(__name__)

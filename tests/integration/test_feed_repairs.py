@@ -13,7 +13,7 @@ from consumer_sdk.errors import (
     AccessDenied,
     NotAvailable,
 )
-from consumer_sdk.reading.stream import leader_of
+from consumer_sdk.transport.api import leader_of
 from tests.fixtures.publisher import Publisher, ids, read_events
 from tests.fixtures.waiting import eventually
 
@@ -70,7 +70,7 @@ async def test_a_deaf_connection_is_noticed_by_missing_heartbeats(
 ) -> None:
     monkeypatch.setattr("consumer_sdk.reading.demand.HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr("consumer_sdk.reading.demand.STALL_SECONDS", 0.6)
-    monkeypatch.setattr("consumer_sdk.transport.connection.API_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("consumer_sdk.transport.api.API_TIMEOUT_SECONDS", 0.5)
     proxy = tcp_proxy(nats_server.port)
     async with connect(proxy.through(nats_server.url), prefix=prefix) as client:
         feed = client.feed(["users"], 1)
@@ -128,9 +128,9 @@ async def test_without_the_fast_lane_the_subscription_delivers_the_same(
 ) -> None:
     from nats.protocol.parser import Parser
 
-    from consumer_sdk.transport.connection import LogConnection
+    from consumer_sdk.transport.connection import NatsConnection
 
-    monkeypatch.delattr(LogConnection, "_process_msg")
+    monkeypatch.delattr(NatsConnection, "_process_msg")
     monkeypatch.setattr(client.nc, "_ps", Parser(client.nc))
     for first in range(0, 30, 3):
         await publisher.insert(*range(first, first + 3))

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from bridge.jetstream import objects
-from bridge.jetstream.objects import ObjectWriter
+from bridge.jetstream.buckets import ObjectWriter
 
 if TYPE_CHECKING:
     import pytest

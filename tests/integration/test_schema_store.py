@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge.errors import SchemaOvertaken, TableTaken
-from bridge.jetstream.streams import ensure_bucket
+from bridge.jetstream.buckets import ensure_bucket
 from bridge.schemas.store import SchemaStore, read_document
 from consumer_sdk.wire.envelope import encode
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import ProtocolError
-from bridge.jetstream.record import Record
+from bridge.jetstream.record import StreamRecord
 from bridge.postgres.copy_stream import FrameSplitter
 from bridge.snapshot.coordinator.requests import body_is_json, parse_request
 from bridge.snapshot.errors import Refused
@@ -25,8 +25,8 @@ from bridge.wal.pgoutput import decode
 from consumer_sdk.errors import CdcError, CorruptData
 from consumer_sdk.reading.decoder import EventDecoder
 from consumer_sdk.reading.references import References
-from consumer_sdk.reading.stream import Frame
 from consumer_sdk.snapshot.snapshot import decode_meta
+from consumer_sdk.transport.api import Frame
 from consumer_sdk.wire import Subjects, decode_payload, read_events
 from consumer_sdk.wire.envelope import encode
 from consumer_sdk.wire.errors import WireError
@@ -110,7 +110,7 @@ def stream_record(data: bytes) -> None:
     kinds = ("application/msgpack", "application/json")
     # What the bridge takes for damage when it reads its record back.
     with suppress(WireError, KeyError, TypeError, ValueError, OverflowError):
-        Record().note(decode_payload({"Content-Type": kinds[choice % 2]}, payload))
+        StreamRecord().note(decode_payload({"Content-Type": kinds[choice % 2]}, payload))
 
 
 class HttpTarget:

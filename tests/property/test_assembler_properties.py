@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from bridge.events.resume import Resume
-from bridge.jetstream.record import Record
+from bridge.jetstream.record import StreamRecord
 from bridge.wal.messages import (
     UNCHANGED,
     Begin,
@@ -76,7 +76,7 @@ def test_resuming_anywhere_gives_exactly_the_rest(history, pack, json, limit, ag
     whole = assemble(history, **options)
     items, documents = whole.outgoing(), whole.documents()
     cut = data.draw(st.integers(0, len(items)))
-    record = Record()
+    record = StreamRecord()
     for document in documents[:cut]:
         record.note(document)
     resume = Resume(

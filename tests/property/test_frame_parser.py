@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nats.protocol.parser import Parser
 
-from consumer_sdk.transport.connection import FrameParser
+from consumer_sdk.transport.frame_parser import FrameParser
 
 TAPPED, OTHER = 7, 8
 words = st.text("abc.$_-019", min_size=1, max_size=30).map(str.encode)

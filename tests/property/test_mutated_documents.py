@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import settings
 
-from bridge.jetstream.record import Record, load_progress
+from bridge.jetstream.record import StreamRecord, load_progress
 from bridge.schemas.coverage_watch import CoverageStore
 from bridge.schemas.store import read_document
 from bridge.snapshot.coordinator.store import read_record
@@ -30,12 +30,12 @@ from consumer_sdk.reading.decoder import EventDecoder
 from consumer_sdk.reading.progress import decode_progress
 from consumer_sdk.reading.references import References
 from consumer_sdk.reading.schemas import read_schema
-from consumer_sdk.reading.stream import Frame
 from consumer_sdk.reading.transactions import TransactionBuilder
 from consumer_sdk.snapshot.chunks import ChunkReader
 from consumer_sdk.snapshot.snapshot import Snapshot, decode_meta
 from consumer_sdk.targets.sqlite import SqliteTarget
 from consumer_sdk.targets.target import CopyState, MirrorCopy, MirrorPosition, SnapshotRow
+from consumer_sdk.transport.api import Frame
 from consumer_sdk.verify.fold import Fold
 from consumer_sdk.verify.table_side import TableLayout
 from consumer_sdk.wire import Subjects
@@ -328,7 +328,7 @@ def test_what_a_bridge_keeps_in_kv_may_be_spoilt_anywhere(as_json: bool) -> None
         read_document(payload)
         found = _complete(load_progress(bucket, "shop"))
         if found is not None:
-            record = Record()
+            record = StreamRecord()
             for _ in range(2):
                 record.note_progress(found)
             assert record.recorded_lsn >= 0

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumer_sdk.reading.stream import parse_headers
+from consumer_sdk.transport.api import parse_headers
 from consumer_sdk.wire.compression import compress, decompress
 from consumer_sdk.wire.envelope import JSON, MSGPACK, decode_payload, encode, events_of, read_events
 from consumer_sdk.wire.errors import WireError

@@ -10,7 +10,7 @@ from psycopg.conninfo import conninfo_to_dict
 from bridge import cli, config
 from bridge import config as setting_values
 from bridge.errors import SettingsError
-from bridge.jetstream.link import options_of, servers_of, shown_servers
+from bridge.jetstream.connection import connection_options, options_of, servers_of
 from bridge.postgres.connection import conninfo_of
 
 SECRET = "s3cr3t-Word"
@@ -82,8 +82,8 @@ def test_the_variables_of_the_contract_are_read():
     whole = load({}, {"DATABASE_URL": url, "NATS_URL": f"nats://a:{SECRET}@one:1, nats://two:2"})
     parameters = conninfo_to_dict(conninfo_of(whole))
     assert (parameters["host"], parameters["dbname"], parameters["user"]) == ("h", "d", "u")
-    assert servers_of(whole) == [f"nats://a:{SECRET}@one:1", "nats://two:2"]
-    assert shown_servers(whole) == "one:1, two:2"
+    assert servers_of(whole) == (f"nats://a:{SECRET}@one:1", "nats://two:2")
+    assert connection_options(whole).hosts == "one:1, two:2"
 
 
 def test_a_part_given_closer_at_hand_wins_over_the_url_it_is_part_of():
@@ -91,11 +91,11 @@ def test_a_part_given_closer_at_hand_wins_over_the_url_it_is_part_of():
     settings = load({"pg_db": "other", "nats_port": "2"}, environ)
     parameters = conninfo_to_dict(conninfo_of(settings))
     assert (parameters["host"], parameters["dbname"]) == ("h", "other")
-    assert servers_of(settings) == ["nats://127.0.0.1:2"]
+    assert servers_of(settings) == ("nats://127.0.0.1:2",)
     # At the same distance the whole wins: that is how it always was for libpq users.
     same = load({}, {**environ, "PG_HOST": "elsewhere", "NATS_HOST": "elsewhere"})
     assert conninfo_to_dict(conninfo_of(same))["host"] == "h"
-    assert servers_of(same) == ["nats://n:1"]
+    assert servers_of(same) == ("nats://n:1",)
 
 
 def test_the_connection_fixes_how_values_are_printed():
@@ -311,13 +311,13 @@ def test_a_damaged_url_is_refused_without_showing_it():
         "http://h:4222", f"foo://u:{SECRET}@h", f"nats://h,foo://{SECRET}#x@h",
     ):  # fmt: skip
         with pytest.raises(SettingsError, match="NATS_URL is not a NATS address") as refused:
-            servers_of(load({}, {"NATS_URL": url}))
+            connection_options(load({}, {"NATS_URL": url}))
         assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize("url", ["nats://h", "tls://h:4222", "ws://h:80", "wss://h", "h:4222", "h"])
 def test_every_address_that_nats_knows_is_taken(url):
-    assert servers_of(load({}, {"NATS_URL": url})) == [url]
+    assert connection_options(load({}, {"NATS_URL": url})).servers == (url,)
 
 
 def test_several_hosts_of_postgresql_are_taken():
@@ -333,7 +333,7 @@ def test_a_complaint_names_where_the_value_came_from(tmp_path):
     with pytest.raises(SettingsError, match=r"bridge\.toml: nats_ca: no file /nowhere"):
         load({}, {}, 'nats_ca = "/nowhere"', tmp_path)
     with pytest.raises(SettingsError, match=r"\ABRIDGE_NATS_URL is not a NATS address"):
-        servers_of(load({}, {"BRIDGE_NATS_URL": "http://h"}))
+        connection_options(load({}, {"BRIDGE_NATS_URL": "http://h"}))
 
 
 @pytest.mark.parametrize("item", config.definitions(), ids=lambda item: item.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge.events.resume import Resume
-from bridge.jetstream.record import Record
+from bridge.jetstream.record import StreamRecord
 from bridge.postgres.connection import Server
 from bridge.publish.continuity import decide
 
@@ -22,7 +22,7 @@ def progress(**changes):
 
 
 def record(kept=None, **position):
-    made = Record(epoch=5, **position)
+    made = StreamRecord(epoch=5, **position)
     if kept is not None:
         made.note_progress(kept)
     return made
@@ -36,7 +36,7 @@ def decided(made, server=SERVER, *, slot=0x1000, pub="pub", last_seq=50, tail_id
 
 
 def test_nothing_recorded_begins_the_first_epoch_where_the_slot_stands():
-    decision = decided(Record(), slot=0x500)
+    decision = decided(StreamRecord(), slot=0x500)
     assert decision.first
     assert decision.gap is None
     assert decision.resume == Resume()
@@ -52,7 +52,9 @@ def test_a_slot_at_or_before_the_record_continues():
 
 
 def test_events_alone_are_record_enough():
-    decision = decided(Record(epoch=5, commit_lsn=0x2000, next_seq=1, end_lsn=0x2008), slot=0x2008)
+    decision = decided(
+        StreamRecord(epoch=5, commit_lsn=0x2000, next_seq=1, end_lsn=0x2008), slot=0x2008
+    )
     assert (decision.gap, decision.first) == (None, False)
 
 

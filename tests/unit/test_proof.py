@@ -15,7 +15,7 @@ from consumer_sdk.reading.proof import (
     require_continuation,
     require_same_stream,
 )
-from consumer_sdk.reading.stream import Frame, StreamBounds
+from consumer_sdk.transport.api import Frame, StreamBounds
 
 HELD = StreamBounds(first=5, last=9, created=100)
 EMPTY = StreamBounds(first=10, last=9, created=100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge.events.messages import OutgoingMessage, TransactionHeader
-from bridge.jetstream.record import Record, is_counted, is_held
+from bridge.jetstream.record import StreamRecord, is_counted, is_held
 from consumer_sdk.wire import WireError
 
 
@@ -21,7 +21,7 @@ def message(lsn, ordinal, **fields):
 
 
 def noted(*documents):
-    record = Record()
+    record = StreamRecord()
     for document in documents:
         record.note(document)
     return record
@@ -72,7 +72,7 @@ def test_the_end_is_known_from_the_message_that_carries_it():
 )  # fmt: skip
 def test_what_is_not_a_message_of_this_format_is_refused(damaged):
     document = {**event(100, 0), **damaged}
-    record = Record()
+    record = StreamRecord()
     with pytest.raises((WireError, KeyError, TypeError, ValueError)):
         record.note(document)
     assert position(record) == (0, 0, 0, 0, 0)

@@ -17,8 +17,9 @@ import nats.js.errors
 from nats.js.api import ObjectMeta, ObjectMetaOptions
 
 from bridge.config import Settings
-from bridge.jetstream.link import Link, options_of
+from bridge.jetstream.connection import options_of
 from bridge.snapshot.errors import SnapshotError
+from consumer_sdk.transport.connection import NatsConnection
 from consumer_sdk.wire.checksums import object_reference
 from consumer_sdk.wire.subjects import Subjects
 
@@ -107,7 +108,7 @@ class ChunkStore:
         }
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                self._client = Link()
+                self._client = NatsConnection()
                 await self._client.connect(**options)
         except (OSError, nats.errors.Error, TimeoutError) as error:
             raise SnapshotError(f"a snapshot worker cannot connect to NATS: {error}") from error

@@ -1,0 +1,144 @@
+"""The bridge's connection to NATS: made once, kept for ever."""
+
+from __future__ import annotations
+
+import ssl
+from typing import TYPE_CHECKING, Any
+
+import nats.errors
+
+from bridge.errors import BrokerError, Retryable, SettingsError
+from consumer_sdk.transport.connection import NatsConnection, is_refused, one_line
+from consumer_sdk.transport.options import BadOption, ConnectionOptions, TlsNotOffered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nats.aio.client import Client
+
+    from bridge.config import Settings
+
+
+def servers_of(settings: Settings) -> tuple[str, ...]:
+    """The server URLs, credentials included."""
+    is_part_given = any(settings.outranks(name, "nats_url") for name in ("nats_host", "nats_port"))
+    if settings.nats_url and not is_part_given:
+        urls = tuple(part.strip() for part in settings.nats_url.split(",") if part.strip())
+        return urls or ("",)
+    host = settings.nats_host
+    return (f"nats://{f'[{host}]' if ':' in host else host}:{settings.nats_port}",)
+
+
+def connection_options(settings: Settings) -> ConnectionOptions:
+    """What a connection needs of the settings; SettingsError where an address cannot be one."""
+    try:
+        return ConnectionOptions(
+            servers=servers_of(settings),
+            name=f"tailrace {settings.slot}".strip(),
+            user=settings.nats_user,
+            password=settings.nats_password,
+            creds=settings.nats_creds,
+            nkey=settings.nats_nkey,
+            ca=settings.nats_ca,
+            cert=settings.nats_cert,
+            key=settings.nats_key,
+        )
+    except BadOption as error:
+        raise _settings_error(settings, error) from error
+
+
+def options_of(settings: Settings) -> dict[str, Any]:
+    """Connection options of nats-py for these settings; SettingsError where they cannot work."""
+    try:
+        options = connection_options(settings).for_nats()
+    except BadOption as error:
+        raise _settings_error(settings, error) from error
+    return {
+        **options,
+        "ping_interval": 5,
+        "max_outstanding_pings": 2,
+        # No buffer that a reconnect would send late: what was not acknowledged is sent by us.
+        "pending_size": -1,
+    }
+
+
+def _settings_error(settings: Settings, error: BadOption) -> SettingsError:
+    """The same, naming the flag, variable or key of the file that the option came from."""
+    if error.option == "tls":
+        return SettingsError(error.problem)
+    if error.option == "servers":
+        return SettingsError(f"{settings.where('nats_url')} is {error.problem}")
+    return SettingsError(f"{settings.where(f'nats_{error.option}')}: {error.problem}")
+
+
+async def open_connection(**options: Any) -> NatsConnection:
+    """Connect with options of nats-py."""
+    client = NatsConnection()
+    await client.connect(**options)
+    return client
+
+
+async def probe(settings: Settings) -> None:
+    """Try to connect once: BrokerError for what must be repaired, Retryable for what may pass."""
+    where = connection_options(settings).hosts
+    seen: list[Exception] = []
+
+    async def note(error: Exception) -> None:
+        seen.append(error)
+
+    once = {"allow_reconnect": False, "max_reconnect_attempts": 1, "error_cb": note}
+    try:
+        client = await open_connection(**options_of(settings) | once)
+    except TlsNotOffered as error:
+        raise BrokerError(str(error)) from error
+    except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
+        for reason in (error, *seen):
+            if is_refused(reason):
+                raise BrokerError(
+                    f"NATS at {where} refuses the credentials; "
+                    "check NATS_BRIDGE_USER and NATS_BRIDGE_PASSWORD, NATS_CREDS or NATS_NKEY"
+                ) from error
+            if isinstance(reason, ssl.SSLError):
+                raise BrokerError(
+                    f"TLS with NATS at {where} fails: {reason}; check NATS_CA"
+                ) from error
+        raise Retryable(f"cannot connect to NATS at {where}: {_causes(error, seen)}") from error
+    await client.close()
+
+
+def _causes(error: Exception, seen: list[Exception]) -> str:
+    """Why no server took the connection: nats-py tells that to its callback only."""
+    causes = seen if isinstance(error, nats.errors.NoServersError) and seen else [error]
+    return "; ".join(dict.fromkeys(map(one_line, causes)))
+
+
+async def connect(
+    settings: Settings,
+    *,
+    on_disconnect: Callable[[], None],
+    on_reconnect: Callable[[], None],
+    on_error: Callable[[Exception], None],
+) -> NatsConnection:
+    """Connect for good; reconnects for ever by itself."""
+
+    async def disconnected() -> None:
+        on_disconnect()
+
+    async def reconnected() -> None:
+        on_reconnect()
+
+    async def failed(error: Exception) -> None:
+        on_error(error)
+
+    return await open_connection(
+        **options_of(settings),
+        disconnected_cb=disconnected,
+        reconnected_cb=reconnected,
+        error_cb=failed,
+    )
+
+
+def server_version(client: Client) -> tuple[int, int, int]:
+    """Version of the connected server; zeros where it does not say."""
+    version = client.connected_server_version
+    return (version.major, version.minor, version.patch)
