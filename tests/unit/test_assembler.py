@@ -10,6 +10,7 @@ from bridge.errors import HistoryBroken, ProtocolError
 from bridge.events.messages import ITEM_OVERHEAD, OutgoingMessage, Oversized, SchemaNotice
 from bridge.events.packed import PACK_BYTES, PACK_ROWS
 from bridge.events.resume import Resume
+from bridge.publish.ring import Ring
 from bridge.wal.messages import (
     UNCHANGED,
     Begin,
@@ -100,6 +101,21 @@ def test_nothing_of_a_transaction_s_end_is_said_before_its_commit():
     assert made.assembler.in_transaction
     made.feed(Commit(0, 100, 108, 1))
     assert shape(made.documents())[1:] == [("INSERT", "t", 1, True)]
+
+
+def test_what_the_ring_has_no_room_for_stays_in_the_outbox_in_order():
+    made = harness()
+    ring = Ring(4, 1024 * 1024)
+    made.transaction(100, *(insert(T, number) for number in range(8)))
+    outbox, moved = made.assembler.outbox, []
+    while not outbox.move_into(ring):
+        assert len(outbox) == 8 - len(moved) - len(ring)
+        assert not ring.has_room(outbox.next_size)
+        moved += ring.take(2, 1024 * 1024)
+    moved += ring.take(4, 1024 * 1024)
+    assert [item.ordinal for item in moved] == list(range(8))
+    assert [item.end_lsn for item in moved] == [None] * 7 + [108]
+    assert (len(outbox), outbox.bytes_held) == (0, 0)
 
 
 def test_a_transaction_without_changes_moves_the_position_alone():
