@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from bridge.postgres.catalog import Catalog
+    from bridge.postgres.connection import CatalogConnection
 
 LOCK_SECONDS = 2
 FILTERS_VERSION = 150000
 """Since 15 a publication may have row filters and column lists."""
+GENERATED_VERSION = 180000
+"""Since 18 a publication may publish stored generated columns."""
 
 _PUBLICATION = """
 SELECT p.puballtables, p.pubviaroot,
@@ -105,16 +108,15 @@ _TABLE_NAMES = """
 SELECT schemaname, tablename FROM pg_catalog.pg_publication_tables WHERE pubname = %s
 ORDER BY schemaname, tablename
 """
-# Version 14 publishes all columns. Generated ones are published since 18, though listed since 15.
-_COLUMN_NAMES = """
-SELECT ARRAY(
+_ENTRY = """
+SELECT p.oid::int8, {filter}, ARRAY(
     SELECT a.attname::text FROM pg_catalog.pg_attribute a
-    WHERE a.attrelid = c.oid AND a.attname = ANY (t.attnames)
-      AND (a.attgenerated = '' OR pg_catalog.current_setting('server_version_num')::int >= 180000))
+    WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND {published})
 FROM pg_catalog.pg_publication_tables t
+JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
 JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
 JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
-WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s AND t.attnames IS NOT NULL
+WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s
 """
 
 # Sessions that hold an ACCESS EXCLUSIVE lock, or wait for one before us.
@@ -148,12 +150,42 @@ class PublicationReader:
         """Schema and name of every table that is published under its own name."""
         return [(row[0], row[1]) for row in await self.catalog.rows(_TABLE_NAMES, [self.name])]
 
-    async def columns(self, schema: str, table: str) -> list[str] | None:
-        """Names of a table's published columns; None means all that are not generated."""
-        if self.server_version < FILTERS_VERSION:
-            return None
-        found = await self.catalog.rows(_COLUMN_NAMES, [self.name, schema, table])
-        return list(found[0][0]) if found else None
+    async def columns(self, schema: str, table: str) -> frozenset[str] | None:
+        """Names of a table's published columns; None if it is not published."""
+        query = _entry_sql(self.server_version)
+        found = await self.catalog.rows(query, [self.name, schema, table])
+        return frozenset(found[0][2]) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class PublicationEntry:
+    """How a publication publishes one table."""
+
+    publication_oid: int
+    row_filter: str | None
+    columns: frozenset[str]
+
+
+async def read_entry(
+    connection: CatalogConnection, publication: str, schema: str, table: str
+) -> PublicationEntry | None:
+    """How a table is published; None if it is not."""
+    query = _entry_sql(connection.info.server_version)
+    cursor = await connection.execute(query, [publication, schema, table])
+    row = await cursor.fetchone()
+    return None if row is None else PublicationEntry(row[0], row[1], frozenset(row[2]))
+
+
+def _entry_sql(server_version: int) -> str:
+    # Version 14 publishes all columns that are not generated. Later ones list the columns; a
+    # generated one is published since 18, though 15 may list it, and a virtual one never.
+    if server_version < FILTERS_VERSION:
+        return _ENTRY.format(filter="NULL::text", published="a.attgenerated = ''")
+    generated = "<> 'v'" if server_version >= GENERATED_VERSION else "= ''"
+    return _ENTRY.format(
+        filter="t.rowfilter",
+        published=f"a.attname = ANY (t.attnames) AND a.attgenerated {generated}",
+    )
 
 
 class TablesLocked(Retryable):

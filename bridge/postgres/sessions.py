@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import psycopg
 from psycopg.conninfo import make_conninfo
 
+from bridge.postgres.connection import SESSION_SETTINGS
 from bridge.postgres.errors import StatementFailed, statement_errors
 from consumer_sdk.transport.cancellation import stay_cancelled
 
@@ -20,23 +21,18 @@ if TYPE_CHECKING:
 
     Answer = TypeVar("Answer")
 
-# Every value as the contract prints it, whatever role and database prefer; row security off turns
-# a silently filtered table into an error. The empty search path makes expressions qualify names.
-SESSION: Final = (
-    ("client_encoding", "UTF8"),
-    ("DateStyle", "ISO"),
-    ("TimeZone", "UTC"),
-    ("IntervalStyle", "postgres"),
-    ("extra_float_digits", "1"),
-    ("bytea_output", "hex"),
-    ("row_security", "off"),
-    ("search_path", ""),
-    ("statement_timeout", "0"),
-    ("lock_timeout", "0"),
-    ("idle_in_transaction_session_timeout", "0"),
-    ("idle_session_timeout", "0"),
-    ("transaction_timeout", "0"),
-)
+# The settings of every connection, and those that a long read needs. Row security off turns a
+# silently filtered table into an error. The empty search path makes expressions qualify names.
+SESSION: Final = {
+    **SESSION_SETTINGS,
+    "client_encoding": "UTF8",
+    "search_path": "",
+    "statement_timeout": "0",
+    "lock_timeout": "0",
+    "idle_in_transaction_session_timeout": "0",
+    "idle_session_timeout": "0",
+    "transaction_timeout": "0",
+}
 
 SESSION_SQL: Final = """
 SELECT set_config(s.name, w.value, false)
@@ -60,7 +56,7 @@ async def set_session(connection: AsyncConnection[Any]) -> None:
 
 
 def _session_parameters() -> list[list[str]]:
-    return [[name for name, _ in SESSION], [value for _, value in SESSION]]
+    return [list(SESSION), list(SESSION.values())]
 
 
 class ReconnectingSession:

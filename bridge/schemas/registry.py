@@ -16,7 +16,7 @@ from bridge.events.relations import REPLICA_IDENTITIES, Fingerprint, Structure
 from consumer_sdk.wire.envelope import WIRE_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from bridge.events.values import ColumnType
     from bridge.postgres.catalog import Catalog, CatalogTable
@@ -229,7 +229,7 @@ class SchemaRegistry:
         }
 
     async def from_catalog(
-        self, schema: str, table: str, published: Sequence[str] | None, lsn: int
+        self, schema: str, table: str, published: Collection[str] | None, lsn: int
     ) -> Document | None:
         """The document for the table as the catalog has it now; None where it is gone."""
         found = await self._catalog.table_by_name(schema, table)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from bridge.events.values import ColumnType
+from bridge.postgres.publication import read_entry
 from bridge.snapshot.errors import Refused
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -27,19 +28,6 @@ SELECT c.oid, c.relkind, c.relispartition,
        pg_catalog.has_table_privilege(c.oid, 'SELECT')
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %s AND c.relname = %s
-"""
-
-PUBLISHED_14: Final = """
-SELECT NULL::text[], NULL::text, p.oid, pg_catalog.current_setting('server_version_num')::int
-FROM pg_catalog.pg_publication_tables t JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
-WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s
-"""
-
-PUBLISHED: Final = """
-SELECT t.attnames::text[], t.rowfilter, p.oid,
-       pg_catalog.current_setting('server_version_num')::int
-FROM pg_catalog.pg_publication_tables t JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
-WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s
 """
 
 COLUMNS: Final = """
@@ -62,7 +50,7 @@ WITH RECURSIVE base(attnum, typid, typtype, typbasetype) AS (
     WHERE e.typtype = 'd'
 )
 SELECT a.attnum, a.attname, a.atttypid, a.atttypmod, b.typid,
-       coalesce(e.typid, 0), coalesce(el.typdelim, ','), a.attgenerated::text,
+       coalesce(e.typid, 0), coalesce(el.typdelim, ','),
        pg_catalog.format_type(a.atttypid, a.atttypmod), NOT a.attnotnull
 FROM pg_catalog.pg_attribute a
 JOIN base b ON b.attnum = a.attnum AND b.typtype <> 'd'
@@ -191,13 +179,11 @@ async def describe_table(
         raise Refused(f"table {name} does not exist")
     oid, kind, is_partition, readable = found
     kind = _text(kind)
-    entry_sql = PUBLISHED if connection.info.server_version >= 150000 else PUBLISHED_14
-    entry = await (await connection.execute(entry_sql, [publication, schema, table])).fetchone()
+    entry = await read_entry(connection, publication, schema, table)
     if entry is None:
         raise Refused(_why_not_published(name, kind, is_partition, publication))
     if not readable:
         raise Refused(f"no permission to read {name}; GRANT SELECT ON {name} to the bridge's role")
-    attnames, row_filter, publication_oid, server_version = entry
     columns: list[CopyColumn] = []
     for (
         number,
@@ -207,17 +193,12 @@ async def describe_table(
         base,
         element,
         delimiter,
-        generated,
         text,
         null,
     ) in await (await connection.execute(COLUMNS, {"oid": oid})).fetchall():
-        if attnames is not None and column not in attnames:
-            continue
-        # Only PostgreSQL 18 can publish a generated column, and never a virtual one.
-        if generated == "v" or (generated and (attnames is None or server_version < 180000)):
-            continue
-        kind_of = ColumnType(type_oid, modifier, base, element, delimiter)
-        columns.append(CopyColumn(number, len(columns) + 1, column, kind_of, text, null))
+        if column in entry.columns:
+            kind_of = ColumnType(type_oid, modifier, base, element, delimiter)
+            columns.append(CopyColumn(number, len(columns) + 1, column, kind_of, text, null))
     heaps = []
     sizes = []
     for row in await (await connection.execute(HEAPS, {"oid": oid})).fetchall():
@@ -227,10 +208,10 @@ async def describe_table(
         schema,
         table,
         oid,
-        publication_oid,
+        entry.publication_oid,
         kind == "p",
         tuple(columns),
-        row_filter,
+        entry.row_filter,
         tuple(heaps),
     )
     return description, tuple(sizes)
