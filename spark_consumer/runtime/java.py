@@ -151,6 +151,7 @@ class JavaProcess:
                 start_new_session=True,
             )
             assert process.stdout is not None
+            # The thread also keeps this object alive: without it the standard input would close.
             self._output = threading.Thread(
                 target=self._read_output, args=[process.stdout], name="tailrace-java", daemon=True
             )

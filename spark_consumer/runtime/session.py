@@ -22,10 +22,9 @@ logger = logging.getLogger(__name__)
 
 INSTALL_HINT: Final = "Spark is not installed; run: pip install 'tailrace[spark]'"
 
-_MASTER: Final = "spark.master"
 _JAVA_OPTIONS: Final = "spark.driver.extraJavaOptions"
 
-# Values must mean the same whatever the defaults of the place are.
+# Results must not depend on the defaults of the installation.
 _SETTINGS: Final = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.caseSensitive": "true",
@@ -39,7 +38,7 @@ _SETTINGS: Final = {
     "spark.sql.execution.arrow.maxBytesPerBatch": str(16 * 1024 * 1024),
     "spark.sql.inMemoryColumnarStorage.batchSize": "64",
     "spark.ui.showConsoleProgress": "false",
-    # The tables know their positions; Spark's own record is worth nothing after the run.
+    # The positions are in the tables; Spark's own checkpoint is not used after the run.
     "spark.sql.streaming.minBatchesToRetain": "2",
     "spark.sql.streaming.stopTimeout": "60000",
 }
@@ -53,7 +52,7 @@ def open_session(
 ) -> SparkSession:
     """Start Spark, or join the session that exists; `options` are Spark settings.
 
-    `java` is where to run it, for a caller who may want to end it before it has started.
+    A caller who may want to end Java while it starts gives the `java` to use.
     """
     try:
         from pyspark import SparkContext
@@ -68,33 +67,37 @@ def open_session(
     local = master is not None and master.startswith("local")
     if local:
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    builder = SparkSession.builder.appName(name)
+    settings = _settings(options or {}, local=local) | {"spark.app.name": name}
     if master is not None:
-        builder = builder.master(master)
-    settings = dict(_SETTINGS)
-    log4j = Path(__file__).with_name("log4j2.properties")
-    if local:
-        settings["spark.sql.shuffle.partitions"] = str(max(2, os.cpu_count() or 2))
-    settings.update(options or {})
-    java_options = f"-Dlog4j2.configurationFile={log4j.as_uri()}"
-    traced = logger.isEnabledFor(logging.DEBUG)
-    if traced:
-        java_options += " -Dtailrace.traces=full"
-    wanted = settings.get(_JAVA_OPTIONS)
-    settings[_JAVA_OPTIONS] = f"{java_options} {wanted}" if wanted else java_options
+        settings["spark.master"] = master
+    builder = SparkSession.builder
     for key, value in settings.items():
         builder = builder.config(key, value)
     if SparkContext._gateway is not None or _elsewhere():
         return _opened(builder)
     java = java or JavaProcess()
-    if traced:
+    if logger.isEnabledFor(logging.DEBUG):
         java.pass_output_on()
-    own = {"spark.app.name": name} if master is None else {"spark.app.name": name, _MASTER: master}
-    with known_gateway(*java.start({**settings, **own})):
+    with known_gateway(*java.start(settings)):
         hold("spark-before-session")
         session = _opened(builder)
     java.pass_output_on()
     return session
+
+
+def _settings(options: Mapping[str, str], *, local: bool) -> dict[str, str]:
+    """The options, with what they leave open; Java options are added to those given."""
+    settings = dict(_SETTINGS)
+    if local:
+        settings["spark.sql.shuffle.partitions"] = str(max(2, os.cpu_count() or 2))
+    settings.update(options)
+    log4j = Path(__file__).with_name("log4j2.properties")
+    java_options = f"-Dlog4j2.configurationFile={log4j.as_uri()}"
+    if logger.isEnabledFor(logging.DEBUG):
+        java_options += " -Dtailrace.traces=full"
+    given = settings.get(_JAVA_OPTIONS)
+    settings[_JAVA_OPTIONS] = f"{java_options} {given}" if given else java_options
+    return settings
 
 
 def _elsewhere() -> bool:
@@ -105,7 +108,7 @@ def _elsewhere() -> bool:
 def _opened(builder: SparkSession.Builder) -> SparkSession:
     try:
         session = builder.getOrCreate()
-        # Settings of SQL are looked at with its first use.
+        # Spark checks the settings of SQL at its first use.
         session.conf.get("spark.sql.session.timeZone")
         return session
     except Exception as error:
