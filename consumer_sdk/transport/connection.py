@@ -249,7 +249,7 @@ async def open_connection(
     if connection.refused.done():
         _raise_unusable(options, connection.refused.result())
     reason = connection.explain(connection.latest_error or TimeoutError("no answer"))
-    raise NotAvailable(f"no NATS server at {options.hosts} within {timeout:g} s: {reason}")
+    raise NotAvailable(f"no NATS server at {options.address} within {timeout:g} s: {reason}")
 
 
 async def _connect(connection: NatsConnection, options: ConnectionOptions) -> None:
@@ -268,6 +268,6 @@ def _raise_unusable(options: ConnectionOptions, error: Exception) -> NoReturn:
     if isinstance(error, TlsNotOffered):
         raise AccessDenied(str(error)) from error
     raise AccessDenied(
-        f"NATS at {options.hosts} refuses the connection: {error}; check user, password, "
+        f"NATS at {options.address} refuses the connection: {error}; check user, password, "
         "credentials and TLS files"
     ) from error

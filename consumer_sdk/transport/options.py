@@ -97,6 +97,11 @@ class ConnectionOptions:
         parts = (urlsplit(_with_scheme(server)) for server in self.servers)
         return ", ".join(f"{part.hostname}:{part.port or DEFAULT_PORT}" for part in parts)
 
+    @property
+    def address(self) -> str:
+        """The servers' URLs without credentials, for messages."""
+        return ",".join(without_secrets(server) for server in self.servers)
+
     def for_nats(self) -> dict[str, Any]:
         """Keyword arguments for nats-py; BadOption where a file does not hold what it should."""
         options: dict[str, Any] = {

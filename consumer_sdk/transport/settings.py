@@ -12,7 +12,6 @@ from consumer_sdk.transport.options import (
     DEFAULT_PORT,
     ConnectionOptions,
     require_address,
-    without_secrets,
 )
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import Subjects
@@ -99,7 +98,7 @@ class NatsSettings:
     @property
     def address(self) -> str:
         """The servers without user and password, fit for a log line."""
-        return ",".join(without_secrets(server) for server in self.servers)
+        return self.connection().address
 
     def connection(self) -> ConnectionOptions:
         """What a connection needs of these settings."""

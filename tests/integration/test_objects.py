@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from bridge.jetstream import objects
+from bridge.jetstream import buckets
 from bridge.jetstream.buckets import ObjectWriter
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ LIFETIME_SECONDS = 3
 async def test_an_object_from_long_ago_is_stored_anew(
     nats_client: Client, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "NEW_SECONDS", 1.0)
+    monkeypatch.setattr(buckets, "NEW_SECONDS", 1.0)
     js = nats_client.jetstream()
     store = await js.create_object_store(f"{prefix}_objects", ttl=LIFETIME_SECONDS)
     writer = ObjectWriter(store)
