@@ -19,10 +19,10 @@ QUICK = ("bridge", "mirror", "network", "postgres", "nats")
 @pytest.mark.timeout(300)
 def test_every_invariant_holds_through_a_handful_of_faults(tmp_path):
     results = Results(tmp_path / "faults.jsonl", "")
-    assert asyncio.run(run_world(chosen_seed(), 3, results, only=QUICK))
+    assert asyncio.run(run_world(chosen_seed(), 5, results, only=QUICK))
     (entry,) = results.rounds()
     assert entry["invariants"] == [name for name in INVARIANTS if "Delta" not in name]
-    assert "3 faults, 1 rounds, 0 of them failed" in results.table()
+    assert "5 faults, 1 rounds, 0 of them failed" in results.table()
 
 
 def test_the_same_seed_draws_the_same_faults():

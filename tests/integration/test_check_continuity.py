@@ -176,7 +176,7 @@ async def test_a_running_bridge_is_no_finding_however_much_it_writes(
     connection = await connect_for_check(recorded.dsn)
     try:
         async with connection:
-            for _ in range(25):
+            for _ in range(60):
                 position = await read_slot_position(connection, slot)
                 assert position.active
                 [finding] = await check_continuity(
