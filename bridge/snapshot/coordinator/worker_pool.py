@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -58,7 +59,16 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.returncode is None
+        """Whether the process runs; the system is asked, since the event loop learns it later."""
+        if self._process.returncode is not None:
+            return False
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return True
+        try:
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return ended is None
 
     async def send(self, command: Command) -> None:
         """Send a command; that a worker is dead shows when its next report is awaited."""
