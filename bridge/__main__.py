@@ -1,6 +1,6 @@
 """`python -m bridge` is the command `bridge`."""
 
-from tailrace.launch import bridge
+from consumer_sdk.launch.commands import bridge
 
 if __name__ == "__main__":
     bridge()

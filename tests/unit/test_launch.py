@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.launch import places_for_secrets
+from consumer_sdk.launch.commands import places_for_secrets
 
 NATS = ["NATS_URL or NATS_CREDS"]
 POSTGRES = ["PGPASSWORD or ~/.pgpass"]

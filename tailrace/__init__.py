@@ -1,1 +1,0 @@
-"""Where the commands `bridge`, `cdc` and `spark-consumer` start and end."""
