@@ -370,12 +370,14 @@ async def test_postgresql_and_nats_that_are_not_there_yet_are_waited_for(
         nats_url=to_nats.through(nats_server.url),
     )
     bridge.wait_logged(f"cannot connect to NATS at 127.0.0.1:{to_nats.port}: connection refused")
-    bridge.wait_logged('event="wal monitor cannot read" reason="connection failed: ')
+    bridge.wait_logged(
+        'event="wal monitor cannot read" reason="cannot connect to PostgreSQL: connection failed: '
+    )
     assert bridge.http("/health").status == 200
     assert not bridge.ready()
     assert bridge.status()["nats_connected"] is False
     to_nats.start()
-    bridge.wait_logged("cannot connect to PostgreSQL")
+    bridge.wait_logged('event="not streaming" reason="cannot connect to PostgreSQL')
     assert not bridge.ready()
     assert "cannot connect to PostgreSQL" in bridge.status()["last_error"]
     to_pg.start()
