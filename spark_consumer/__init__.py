@@ -1,1 +1,1 @@
-"""Spark job that rebuilds the tables and keeps them current."""
+"""A Spark job that loads tables from snapshots and applies the change stream to them."""

@@ -17,7 +17,7 @@ from consumer_sdk.transport.logfmt import LogfmtFormatter
 from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.transport.version import __version__
 from spark_consumer.errors import SetupError
-from spark_consumer.lake.directory import lake_directory, require_place
+from spark_consumer.lake.directory import lake_directory, require_usable_directory
 from spark_consumer.runtime.java import JavaProcess
 from spark_consumer.runtime.signals import Interrupted, run_interruptible
 
@@ -27,17 +27,18 @@ if TYPE_CHECKING:
     from spark_consumer.job.job import SparkJob
 
 DESCRIPTION = (
-    "Keep tables of a PostgreSQL database in a Delta Lake: rebuild them from a snapshot, then "
+    "Replicate tables of a PostgreSQL database into a Delta Lake: load them from a snapshot, then "
     "apply every change exactly once."
 )
 EPILOG = """\
-Tables are written as in SQL: users, sales.orders, sales."Odd Table.1" (mind the shell's quotes).
-NATS is found through --nats and --prefix, or NATS_URL (or NATS_HOST, NATS_PORT, NATS_BRIDGE_USER,
-NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and BRIDGE_PREFIX.
-Exit codes: 0 fine, 1 the answer is no, 2 bad settings, 3 NATS, bridge or table not usable as
-configured, 4 data at risk: nothing was written that is not in its place; 128 + N if signal N ended
-it before its work had begun, or at once when sent twice. One signal ends it after the batch under
-way, with 0.
+Write tables as in SQL: users, sales.orders, sales."Odd Table.1" (quote them for the shell).
+The NATS connection comes from --nats and --prefix, or from NATS_URL (or NATS_HOST, NATS_PORT,
+NATS_BRIDGE_USER, NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and
+BRIDGE_PREFIX.
+Exit codes: 0 success, 1 the table is not published, 2 bad settings, 3 NATS, bridge or table not
+usable as configured, 4 data at risk: the job stopped before it wrote anything wrong. One SIGINT or
+SIGTERM ends the job after the current batch, with 0. A second one ends it at once, with 128 + its
+number; so does the first one before the job has started.
 """
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options; nothing of Spark is needed for them."""
+    """The options of the command; parsing them does not import Spark."""
     parser = _Parser(
         prog="spark-consumer",
         description=DESCRIPTION,
@@ -61,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"spark-consumer {__version__}")
-    parser.add_argument("--tables", metavar="A,B", required=True, help="the tables to keep")
+    parser.add_argument("--tables", metavar="A,B", required=True, help="the tables to replicate")
     parser.add_argument(
         "--lake",
         metavar="DIR",
@@ -69,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="directory of the Delta tables, local or mounted",
     )
     parser.add_argument(
-        "--once", action="store_true", help="end when everything stored by now is applied"
+        "--once", action="store_true", help="end when everything stored before the start is applied"
     )
     parser.add_argument(
         "--trigger",
@@ -83,14 +84,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         type=_count,
         default=200_000,
-        help="about how many changes a batch takes, default 200000; transactions stay whole",
+        help="approximate number of changes in a batch, default 200000; transactions stay whole",
     )
     parser.add_argument(
         "--unrepresentable",
         choices=("error", "null", "text"),
         default="error",
-        help="what to do with values Spark cannot hold, such as infinity or a numeric NaN: stop, "
-        "write null, or null with the text in a column NAME__text; default error",
+        help="what to do with values Spark cannot represent, such as infinity or numeric NaN: "
+        "stop, write null, or null with the text in a column NAME__text; default error",
     )
     parser.add_argument(
         "--soft-deletes",
@@ -103,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rebootstrap",
         action="store_true",
-        help="rebuild a table from a new snapshot where it cannot go on (gap in the stream, "
+        help="load a table again from a new snapshot if it cannot continue (gap in the stream, "
         "restored table, incompatible change of columns) instead of stopping",
     )
     parser.add_argument(
@@ -126,8 +127,8 @@ def build_parser() -> argparse.ArgumentParser:
     nats.add_argument(
         "--nats",
         metavar="URL",
-        help="address, several separated by commas; one with a password is better kept in the "
-        "environment [NATS_URL]",
+        help="address, or several separated by commas; put an address with a password into the "
+        "environment instead [NATS_URL]",
     )
     nats.add_argument(
         "--prefix", metavar="NAME", help="prefix of subjects, streams and buckets [BRIDGE_PREFIX]"
@@ -158,7 +159,7 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 def _values_with_minus(arguments: Sequence[str]) -> list[str]:
-    """Tie `-1s` to its option: argparse would take it for another one and miss the value."""
+    """Join `-1s` with its option, because argparse would read it as another option."""
     tied: list[str] = []
     for argument in arguments:
         if tied and tied[-1] == "--trigger" and _MINUS.match(argument):
@@ -200,7 +201,7 @@ def _run_job(options: argparse.Namespace) -> int:
 
 
 class _Run:
-    """One run of the command, its checks included; a signal may end it at any moment."""
+    """One run of the command, from its checks to its end; a signal may end it at any moment."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -208,22 +209,22 @@ class _Run:
         self._job: SparkJob | None = None
 
     def stop(self) -> bool:
-        """Ask the job to end after the batch under way; False if there is none to ask."""
+        """Ask the job to end after the current batch; False if no job has started."""
         job = self._job
         if job is not None:
             job.stop()
         return job is not None
 
     def kill(self) -> None:
-        """End Java at once; what is not committed is not in the lake."""
+        """End Java at once; the lake holds only what was committed."""
         self._java.kill()
 
     def work(self) -> None:
         from py4j.protocol import Py4JError
 
         from spark_consumer.job.job import JobSettings, SparkJob
-        from spark_consumer.job.table_setup import find_schemas, require_places
-        from spark_consumer.lake.directory import sole_job
+        from spark_consumer.job.table_setup import find_schemas, require_usable_tables
+        from spark_consumer.lake.directory import lake_lock
         from spark_consumer.lake.embedded import EmbeddedDeltaLake
         from spark_consumer.lake.table_definition import TableOptions
         from spark_consumer.runtime.nats_thread import NatsThread
@@ -235,24 +236,24 @@ class _Run:
         if not tables:
             raise UsageError("--tables names no table; see spark-consumer --help")
         lake = lake_directory(options.lake)
-        require_place(lake)
+        require_usable_directory(lake)
         nats_settings = NatsSettings.resolve(
             options.nats, prefix=options.prefix, name="spark-consumer"
         )
         if options.nats:
-            # Spark's own processes find NATS and its password in the environment.
+            # Spark's Python processes read the NATS address and password from the environment.
             os.environ["NATS_URL"] = options.nats
         _start_logging(options.log_level)
         with NatsThread(nats_settings) as nats:
-            # Bad settings show in a second, not after Spark has started.
+            # Checked before Spark starts, so that bad settings are reported within a second.
             schemas = nats.run(lambda client: find_schemas(client, tables))
         table_options = TableOptions(
             options.unrepresentable, options.soft_deletes, options.synced_at
         )
-        require_places(
+        require_usable_tables(
             EmbeddedDeltaLake(lake), schemas, table_options, rebootstrap=options.rebootstrap
         )
-        with sole_job(lake):
+        with lake_lock(lake):
             pass
         settings = JobSettings(
             nats=nats_settings,
@@ -270,14 +271,14 @@ class _Run:
             self._job = SparkJob(spark, settings)
             self._job.run()
         finally:
-            # If Java has ended, there is nothing to stop and its error is on the way already.
+            # If Java has ended, there is nothing to stop, and its error is already being raised.
             with suppress(Py4JError, OSError):
                 spark.stop()
             self._java.end()
 
 
 def _start_logging(level: str) -> None:
-    """Send the job's own lines to standard error."""
+    """Send the log lines of this package to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogfmtFormatter())
     logger = logging.getLogger("spark_consumer")
@@ -285,7 +286,7 @@ def _start_logging(level: str) -> None:
     logger.setLevel(level.upper())
     logger.propagate = False
     if not logger.isEnabledFor(logging.DEBUG):
-        # py4j logs what it raises too, partly in the name of the root logger.
+        # py4j also logs the errors that it raises, some of them through the root logger.
         logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
         logging.getLogger().addFilter(_not_of_py4j)
 

@@ -1,16 +1,16 @@
-"""Errors of the Spark consumer, by what the operator must do; the SDK's pass through unchanged.
+"""Errors of the Spark consumer, by what the operator must do; errors of the SDK are not wrapped.
 
-SparkConsumerError        look at Spark: it failed, for the reason given
+SparkConsumerError        check Spark: it failed for the reason given
     SetupError            fix the installation or the options: pyspark, Java, flags
     UnsuitableTableError  fix the table: no key, columns the lake cannot name
-    UnrepresentableError  decide what to do with values Spark cannot hold (--unrepresentable)
-    SchemaChangeError     rebuild the table: its columns changed in a way that needs it
-    LakeBusyError         end the other job, or give it all tables
-    LakeConflictError     try again: somebody else committed to a table meanwhile
-    LakeError             look at the lake: another table, a restored or foreign version
-        LakeOptionsError  give the options that the lake's table was made with
+    UnrepresentableError  choose what to do with values Spark cannot represent (--unrepresentable)
+    SchemaChangeError     rebuild the table: its columns changed incompatibly
+    LakeBusyError         end the other job on this lake, or let one job write all tables
+    LakeConflictError     try again: another writer committed to a table first
+    LakeError             check the lake: it holds another table, or a restored version
+        LakeOptionsError  use the options that the table was created with
 
-Each carries `exit_code`, the status with which `spark-consumer` ends.
+Each has an `exit_code`, the exit status of `spark-consumer`.
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ from consumer_sdk.errors import CdcError
 
 
 class SparkConsumerError(CdcError):
-    """Anything that the Spark consumer itself reports; the message is one line."""
+    """Base of the errors of the Spark consumer; the message is one line."""
 
     exit_code = 3
 
 
 class SetupError(SparkConsumerError):
-    """The job cannot run as installed or as asked for."""
+    """The job cannot run with this installation or these options."""
 
     exit_code = 2
 
 
 class UnsuitableTableError(SparkConsumerError):
-    """The table as PostgreSQL has it cannot be kept in the lake."""
+    """The lake cannot hold the table as PostgreSQL defines it."""
 
     exit_code = 3
 
 
 class UnrepresentableError(SparkConsumerError):
-    """A value has no place in its column's type."""
+    """The type of a column cannot represent a value."""
 
     exit_code = 4
 
 
 class SchemaChangeError(SparkConsumerError):
-    """A schema change cannot be followed in place."""
+    """A schema change cannot be applied to the existing table."""
 
     exit_code = 4
 
 
 class LakeBusyError(SparkConsumerError):
-    """Another job keeps this lake."""
+    """Another job writes to this lake."""
 
     exit_code = 3
 
 
 class LakeConflictError(SparkConsumerError):
-    """Somebody else committed to the table meanwhile; nothing was written."""
+    """Another writer committed to the table first; nothing was written."""
 
     exit_code = 4
 
 
 class LakeError(SparkConsumerError):
-    """The lake does not hold what this job left there."""
+    """The lake does not hold what this job wrote there."""
 
     exit_code = 4
 
 
 class LakeOptionsError(LakeError):
-    """The lake's table was made with other options than those given."""
+    """The table was created with other options than those given."""
 
     exit_code = 2

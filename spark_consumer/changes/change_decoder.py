@@ -1,6 +1,6 @@
-"""Stored messages of one table to typed changes: the decoding that every batch pays for.
+"""HOT PATH: decodes the stored messages of one table to typed changes.
 
-Each schema version has a writer of its own; all of them write the columns that the lake has.
+Each schema version has its own row writer; all of them write the lake's columns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BATCH_ROWS: Final = 10_000
 class ChangeDecoder:
     """Decodes the messages of one table after a position into batches of `changes_schema`.
 
-    `schemas` holds every schema version that may occur. What the position covers is dropped; an
+    `schemas` holds every schema version that may occur. Messages up to the position are dropped; an
     event of another epoch raises GapError, a damaged one CorruptData.
     """
 
@@ -73,7 +73,7 @@ class ChangeDecoder:
         self.commit_lsn = 0
 
     def add(self, stream_seq: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:
-        """Decode one message; batches come out when enough rows are there."""
+        """Decode one message; yields a batch when enough rows have been collected."""
         if stream_seq <= self._position.stream_seq:
             return
         try:
@@ -95,7 +95,7 @@ class ChangeDecoder:
         operation = document["operation"]
         seq = unsigned(document, "seq", 0)
         if (commit_lsn | seq) >> 63:
-            raise WireError("a position beyond what a long holds")
+            raise WireError("a position is too large for a 64-bit integer")
         if operation == "TRUNCATE":
             self._take(commit_lsn, seq, "truncate", {}, None, None)
             return
@@ -139,7 +139,7 @@ class ChangeDecoder:
         if old is not None:
             writer.write_json_as_text(old, raw)
         if unchanged and old is not None:
-            # REPLICA IDENTITY FULL: the old row is whole, so nothing is really left out.
+            # With REPLICA IDENTITY FULL the old row has the values that were left out.
             row.update({name: old[name] for name in unchanged if name in old})
             unchanged = [name for name in unchanged if name not in old]
         if operation != "update":
@@ -179,7 +179,7 @@ class ChangeDecoder:
         self.commit_lsn = max(self.commit_lsn, commit_lsn)
 
     def flush(self) -> Iterator[pa.RecordBatch]:
-        """What is left, if anything."""
+        """Yield the rows collected so far, if there are any."""
         if not self._rows:
             return
         rows, olds, heads = self._rows, self._olds, self._heads
@@ -228,7 +228,7 @@ class ChangeDecoder:
         return found
 
     def _describe(self, row: Row) -> str:
-        """A row by its key."""
+        """The key of a row, for error messages."""
         names = self._definition.key or row
         return "(" + ", ".join(f"{name}={row.get(name)}" for name in names) + ")"
 

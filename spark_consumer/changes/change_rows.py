@@ -1,7 +1,6 @@
-"""Changes of one table as rows: their columns, and what the fold must know of a set of them.
+"""Changes of one table as rows: their columns, and the facts that the fold needs about them.
 
-Columns that begin with an underscore stand beside those of the table, in the changes themselves or
-in their folded form.
+Columns that begin with an underscore are not of the table; they describe a change or a folded row.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ KEEP: Final = "_keep"
 NET: Final = "_net"
 GONE: Final = "_gone"
 
-# Within one position a row first leaves its old key, then arrives at the new one.
+# At one position, a row first leaves its old key, then arrives at the new one.
 STEP: Final = "_step"
 LEAVES: Final = 0
 ARRIVES: Final = 1
@@ -32,10 +31,10 @@ ARRIVES: Final = 1
 
 @dataclass(frozen=True)
 class ChangeFacts:
-    """What must be known of a set of changes to fold them with no more work than they need.
+    """Facts about a set of changes, so that the fold does only the work they need.
 
-    `unchanged` names columns that some UPDATE left out, `moved_unchanged` those left out by one
-    that changed the key; `moves` says whether any changed the key.
+    `unchanged` names the columns that some UPDATE left out, `moved_unchanged` those left out by an
+    UPDATE that changed the key; `moves` is true if any UPDATE changed the key.
     """
 
     count: int = 0
@@ -45,7 +44,7 @@ class ChangeFacts:
     moved_unchanged: frozenset[str] = field(default_factory=frozenset)
 
     def __or__(self, other: ChangeFacts) -> ChangeFacts:
-        """The facts of both sets together."""
+        """The facts about the union of both sets."""
         truncates = [at for at in (self.truncated_at, other.truncated_at) if at is not None]
         return ChangeFacts(
             count=self.count + other.count,

@@ -1,12 +1,12 @@
-"""Many changes to one: pure functions from a DataFrame of changes to their net effect on a table.
+"""Folds changes: pure functions from a DataFrame of changes to their net effect on a table.
 
 A change is a row of `changes_schema`. Changes are ordered by their position in the source's
-history, not by their arrival, so a change that comes twice counts once. Each column takes its
-newest value, because an UPDATE leaves out TOASTed values that it did not touch.
+history, not by their arrival, so a change that arrives twice is applied once. Each column is folded
+separately, because an UPDATE leaves out TOASTed values that it did not change.
 
-An UPDATE that changes the key and leaves a value out says only which key the row had before. The
-value is that of the row there just before: an earlier change carried it, or it came from a third
-key in the same way, or the table had it before the changes.
+An UPDATE that changes the key and leaves a value out gives only the old key of the row. The value
+is the one that the row had at the old key just before: an earlier change carried it, or the row had
+moved there from a third key without it, or the table held it before the changes.
 """
 
 from __future__ import annotations
@@ -57,46 +57,49 @@ def fold_keyed(
 ) -> DataFrame:
     """One row for each key touched: its columns, `_deleted`, and `_keep`.
 
-    `_keep` names the columns that are not known from the changes: the table's own value stays.
-    `base` is the table before the changes; only rows that changed their key and left a TOASTed
-    value out are looked up there. With `keep_deleted` a deleted row still carries its last values.
+    `_keep` names the columns whose value the changes do not give: the table's value stays. `base`
+    is the table before the changes; the fold reads it only for rows that changed their key and left
+    a TOASTed value out. With `keep_deleted` a deleted row still carries its last values.
     """
     changes = _after_truncate(changes, facts)
     values = [name for name in columns if name not in key]
-    loose = [name for name in values if name in facts.unchanged]
-    settled = [name for name in values if name not in facts.unchanged]
+    omitted = [name for name in values if name in facts.unchanged]
+    complete = [name for name in values if name not in facts.unchanged]
     steps = _steps(changes, key, values, facts)
     position = [fn.col(COMMIT_LSN), fn.col(SEQ), fn.col(STEP)]
     live = ~fn.col(DELETED)
-    newest = fn.max(fn.struct(*position, DELETED, *settled))
+    newest = fn.max(fn.struct(*position, DELETED, *complete))
     aggregates = [newest.alias(_NEWEST)]
     if keep_deleted:
-        aggregates.append(fn.max(fn.when(live, fn.struct(*position, *settled))).alias(_ROW))
-    for index, name in enumerate(loose):
+        aggregates.append(fn.max(fn.when(live, fn.struct(*position, *complete))).alias(_ROW))
+    for index, name in enumerate(omitted):
         missing = _left_out(name)
-        came_along = missing & fn.col(OLD).isNotNull()
+        moved_without = missing & fn.col(OLD).isNotNull()
         candidate = fn.struct(
             *position,
             fn.col(name).alias("value"),
-            fn.when(came_along, fn.col(OLD)).alias("origin"),
+            fn.when(moved_without, fn.col(OLD)).alias("origin"),
         )
         known = live & (~missing | fn.col(OLD).isNotNull())
-        aggregates.append(fn.max(fn.when(known, candidate)).alias(f"_loose{index}"))
+        aggregates.append(fn.max(fn.when(known, candidate)).alias(f"_omitted{index}"))
     folded = steps.groupBy(*key).agg(*aggregates)
     row = _ROW if keep_deleted else _NEWEST
-    for index, name in enumerate(loose):
+    for index, name in enumerate(omitted):
         if name in facts.moved_unchanged:
-            folded = _with_traced_values(folded, f"_loose{index}", steps, name, key, base)
+            folded = _with_traced_values(folded, f"_omitted{index}", steps, name, key, base)
     keep = [
-        fn.when(fn.col(f"_loose{index}").isNull(), fn.lit(name)) for index, name in enumerate(loose)
+        fn.when(fn.col(f"_omitted{index}").isNull(), fn.lit(name))
+        for index, name in enumerate(omitted)
     ]
     if keep_deleted:
-        keep += [fn.when(fn.col(_ROW).isNull(), fn.lit(name)) for name in settled]
-    loose_value = {name: fn.col(f"_loose{index}")["value"] for index, name in enumerate(loose)}
-    settled_value = {name: fn.col(row)[name] for name in settled}
+        keep += [fn.when(fn.col(_ROW).isNull(), fn.lit(name)) for name in complete]
+    omitted_value = {
+        name: fn.col(f"_omitted{index}")["value"] for index, name in enumerate(omitted)
+    }
+    complete_value = {name: fn.col(row)[name] for name in complete}
     return folded.select(
         *(fn.col(name) for name in key),
-        *((settled_value | loose_value)[name].alias(name) for name in values),
+        *((complete_value | omitted_value)[name].alias(name) for name in values),
         fn.col(_NEWEST)[DELETED].alias(DELETED),
         _names(keep).alias(KEEP),
     )
@@ -125,7 +128,7 @@ def _after_truncate(changes: DataFrame, facts: ChangeFacts) -> DataFrame:
 def _steps(
     changes: DataFrame, key: Sequence[str], values: Sequence[str], facts: ChangeFacts
 ) -> DataFrame:
-    """What happens at each key: a change of key is a departure here and an arrival there."""
+    """The changes at each key: a change of key is a delete at the old key and a row at the new."""
     arrivals = changes.select(
         COMMIT_LSN,
         SEQ,
@@ -153,9 +156,9 @@ def _steps(
 
 
 def fold_bag(changes: DataFrame, columns: Sequence[str], facts: ChangeFacts) -> DataFrame:
-    """One row for each distinct row touched: `_net` copies more (or fewer), `_gone` deleted ones.
+    """One row for each distinct row changed: `_net` copies added or removed, `_gone` deleted.
 
-    For tables without key, where equal rows are several rows.
+    For tables without a key, which may hold several equal rows.
     """
     changes = _after_truncate(changes, facts).dropDuplicates([COMMIT_LSN, SEQ])
     operation = fn.col(OPERATION)
@@ -186,10 +189,10 @@ def _with_traced_values(
     key: Sequence[str],
     base: DataFrame | None,
 ) -> DataFrame:
-    """Put into `slot` of each folded row the value of column `name` that came along with it.
+    """Set the value of column `name` in `slot` for rows that moved without carrying it.
 
-    `slot` is a struct with the position of the change that won and, as `origin`, the key the row
-    came from if that change left the value out.
+    `slot` is a struct with the position of the newest change and, if that change left the value
+    out, the previous key of the row as `origin`.
     """
     links = _links(steps, name, key)
     while not links.where(fn.col(_NEXT).isNotNull()).isEmpty():
@@ -208,19 +211,19 @@ def _move_at(commit_lsn: Column, seq: Column) -> Column:
 
 
 def _links(steps: DataFrame, name: str, key: Sequence[str]) -> DataFrame:
-    """For each change of key that left the value out, where the row got the value from.
+    """For each change of key that left the value out, where the value comes from.
 
-    `_next` is an earlier such change of key. Where there is none, `_found` says whether a change
-    carried the value; if not, it is in the table at `_origin`.
+    `_next` is an earlier change of the same kind. Without one, `_found` is true if a change carried
+    the value; otherwise the table has it at `_origin`.
     """
     missing = _left_out(name)
-    came_along = missing & fn.col(OLD).isNotNull()
-    history = steps.where(~fn.col(DELETED) & (~missing | came_along)).select(
+    moved_without = missing & fn.col(OLD).isNotNull()
+    history = steps.where(~fn.col(DELETED) & (~missing | moved_without)).select(
         fn.struct(*key).alias(_ORIGIN),
         fn.struct(COMMIT_LSN, SEQ, STEP).alias("_since"),
-        fn.struct(fn.col(name).alias("value"), came_along.alias("moved")).alias(_FOUND),
+        fn.struct(fn.col(name).alias("value"), moved_without.alias("moved")).alias(_FOUND),
     )
-    moves = steps.where(~fn.col(DELETED) & came_along).select(
+    moves = steps.where(~fn.col(DELETED) & moved_without).select(
         _move_at(fn.col(COMMIT_LSN), fn.col(SEQ)).alias(_MOVE),
         fn.struct(*(fn.col(OLD)[column].alias(column) for column in key)).alias(_ORIGIN),
         fn.struct(COMMIT_LSN, SEQ, fn.lit(LEAVES).alias(STEP)).alias("_until"),
@@ -242,7 +245,7 @@ def _links(steps: DataFrame, name: str, key: Sequence[str]) -> DataFrame:
 
 
 def _shortened(links: DataFrame) -> DataFrame:
-    """Let each link skip its neighbour: chains halve with every call."""
+    """Replace each link by the link it points to; every call halves the chains."""
     target = links.select(
         fn.col(_MOVE).alias(_NEXT),
         fn.struct(_ORIGIN, _FOUND, _VALUE, fn.col(_NEXT).alias("_after")).alias("_target"),

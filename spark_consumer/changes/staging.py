@@ -1,7 +1,7 @@
-"""Changes of all tables, decoded by the executors into Parquet files that the driver then folds.
+"""Staging: executors decode the changes of all tables into Parquet files, which are then folded.
 
-One pass over a batch serves all tables. A task answers with the files it has finished and what it
-saw; files of tasks that failed are not in any answer.
+One pass over a batch serves all tables. Each task returns a report with its finished files and
+facts about the changes; the files of failed tasks are in no report.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DecodingPlan:
 
 @dataclass
 class StagedChanges:
-    """The changes of one table in one batch: files, and what they hold."""
+    """The changes of one table in one batch: the files, and facts about the changes in them."""
 
     files: list[str] = field(default_factory=list)
     facts: ChangeFacts = field(default_factory=ChangeFacts)
@@ -53,9 +53,9 @@ class StagedChanges:
 def stage_changes(
     messages: DataFrame, plans: Sequence[DecodingPlan], directory: str
 ) -> dict[str, StagedChanges]:
-    """Decode the messages of the planned tables below `directory`; the outcome by token.
+    """Decode the messages of the planned tables into files below `directory`.
 
-    `messages` is a DataFrame of `message_rows.MESSAGE_SCHEMA`.
+    Returns the staged changes by token. `messages` is a DataFrame of `message_rows.MESSAGE_SCHEMA`.
     """
     staged = {plan.token: StagedChanges() for plan in plans}
     for row in messages.mapInArrow(_stager(plans, directory), REPORT_DDL).collect():

@@ -1,7 +1,7 @@
-"""One batch of the stream into all tables: what `foreachBatch` calls.
+"""Applies one batch of the stream to all tables; `foreachBatch` calls it.
 
 Tables are committed one after another, each with its own position. If the job ends in between, the
-next batch gives each table exactly the changes that it does not have.
+next batch gives each table exactly the changes that it lacks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import table_token
 from spark_consumer.changes.staging import DecodingPlan, StagedChanges, stage_changes
 from spark_consumer.errors import SchemaChangeError
-from spark_consumer.lake.records import ManifestEntry, SourceMark
+from spark_consumer.lake.records import ManifestEntry, ManifestPosition
 from spark_consumer.lake.table_definition import evolve
 from spark_consumer.source.message_rows import BATCH, PROGRESS
 
@@ -47,7 +47,7 @@ _ADVANCE_SECONDS: Final = 600.0
 
 
 class RebuildNeeded(Exception):
-    """A table can only go on from a new snapshot; not a failure."""
+    """A table needs a new snapshot to continue; the job goes on."""
 
     def __init__(self, table: KeptTable, reason: str) -> None:
         super().__init__(f"table {table.name}: {reason}")
@@ -58,7 +58,7 @@ class RebuildNeeded(Exception):
 class BatchApplier:
     """Applies batches of `nats_cdc` in form `message` to the tables of a lake.
 
-    `rebootstrap` turns gaps and schema changes that cannot be followed into RebuildNeeded.
+    With `rebootstrap`, a gap or an incompatible schema change raises RebuildNeeded.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BatchApplier:
         self._policy = policy
         self._rebootstrap = rebootstrap
         self._reached: dict[str, int] = {}
-        self._manifested: Mapping[str, int] = {}
+        self._manifest_versions: Mapping[str, int] = {}
         self._advanced_at = time.monotonic()
         for kept in self._tables:
             self._advance_reached(kept.position.source, kept.position.commit_lsn)
@@ -86,14 +86,14 @@ class BatchApplier:
         self.events = 0
 
     def apply(self, frame: DataFrame, batch_id: int) -> None:
-        """Take one batch; returns when every table has it."""
+        """Apply one batch; when this returns, every table has it."""
         started = time.monotonic()
         messages = frame.persist(StorageLevel.DISK_ONLY)
         directory = f"{self._records.staging}/batch-{uuid.uuid4().hex}"
         try:
             end = self._read_control_messages(messages)
             for kept in self._tables:
-                kept.table.require_untampered()
+                kept.table.require_not_restored()
             hold("spark-before-staging")
             staged = stage_changes(messages, self._plans(), directory)
             count = self._commit(staged, end)
@@ -105,7 +105,7 @@ class BatchApplier:
         self._append_to_manifest(end)
         hold("spark-before-checkpoint")
         for kept in self._tables:
-            kept.table.tend()
+            kept.table.maintain()
         if count:
             seconds = time.monotonic() - started
             reached = max(end.values(), default=0)
@@ -120,17 +120,17 @@ class BatchApplier:
             )
 
     def advance_idle_tables(self) -> None:
-        """At a graceful end: commit to tables without changes too how far the stream was read."""
+        """At a graceful end, commit the reached position also to tables without changes."""
         for kept in self._tables:
             end = self.end.get(kept.position.source, 0)
             if end > kept.position.stream_seq:
-                # The stream is not read again from before the newest schema message.
-                there = kept.position.moved_to(end, 0, kept.schema.schema_version)
-                self._writer.apply(kept, StagedChanges(), there, 0)
+                # The position is past the newest schema message, so it has that version.
+                position = kept.position.moved_to(end, 0, kept.schema.schema_version)
+                self._writer.apply(kept, StagedChanges(), position, 0)
         self._append_to_manifest(self.end)
 
     def _read_control_messages(self, messages: DataFrame) -> dict[str, int]:
-        """Read what is not a change: the range of the batch, progress, schema versions."""
+        """Handle the messages that are not changes; return the end of the batch for each source."""
         token, operation = fn.col("token"), fn.col("operation")
         control = messages.where(token.startswith("$") | (operation == "schema")).collect()
         end: dict[str, int] = {}
@@ -174,7 +174,7 @@ class BatchApplier:
         self._reached[source] = max(self._reached.get(source, 0), commit_lsn)
 
     def _follow_schema(self, stream_seq: int, schema: TableSchema) -> None:
-        """Follow a table to a new version before its first row comes."""
+        """Apply a new schema version to a table before its first row arrives."""
         wanted = table_token(schema.schema, schema.table)
         for kept in self._tables:
             position = kept.position
@@ -188,7 +188,7 @@ class BatchApplier:
                 )
             self._records.schemas.keep(schema)
             kept.schemas[schema.schema_version] = schema
-            # Versions grow along the log; the snapshot may have met a change before the log did.
+            # Versions increase along the log; a snapshot may already have a later version.
             if schema.schema_version > kept.schema.schema_version:
                 self._evolve(kept, schema)
 
@@ -208,7 +208,8 @@ class BatchApplier:
             version=schema.schema_version,
             change=evolution.change,
         )
-        # Committed with its columns, so that a new column is told from one that comes back.
+        # Version and columns are committed together, so that a new column can be distinguished from
+        # one that was dropped and added again.
         kept.position = kept.position.moved_to(0, 0, schema.schema_version)
         if evolution.change == "rewrite":
             self._writer.rewrite(kept, evolution.definition)
@@ -252,7 +253,7 @@ class BatchApplier:
         return self._nats.run(lambda client: client.log().bounds()).last
 
     def _append_to_manifest(self, end: Mapping[str, int]) -> None:
-        """Add an entry if all tables are at the same position and one has a new version."""
+        """Append an entry if all tables are at the same position and any has a new version."""
         for kept in self._tables:
             position = kept.position
             source = position.source
@@ -269,17 +270,17 @@ class BatchApplier:
             if position.complete_at > self._reached[source]:
                 return
         versions = {kept.name: kept.table.version for kept in self._tables}
-        if versions == self._manifested:
+        if versions == self._manifest_versions:
             return
         epochs = {kept.position.source: kept.position.epoch for kept in self._tables}
         self._records.manifest.append(
             ManifestEntry(
                 written_at=time.time_ns() // 1000,
                 sources={
-                    source: SourceMark(epoch, end[source], self._reached[source])
+                    source: ManifestPosition(epoch, end[source], self._reached[source])
                     for source, epoch in epochs.items()
                 },
                 tables=versions,
             )
         )
-        self._manifested = versions
+        self._manifest_versions = versions

@@ -1,4 +1,4 @@
-"""The job: tables rebuilt from INIT where needed, then kept fresh from the change stream."""
+"""The job: it loads tables from snapshots where needed, then applies the change stream."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from spark_consumer.errors import LakeConflictError
 from spark_consumer.job.batch_applier import BatchApplier, RebuildNeeded
 from spark_consumer.job.table_setup import TableSetup, find_schemas
 from spark_consumer.job.table_writer import TableWriter
-from spark_consumer.lake.directory import sole_job
+from spark_consumer.lake.directory import lake_lock
 from spark_consumer.lake.embedded import EmbeddedDeltaLake
 from spark_consumer.lake.records import LakeRecords
 from spark_consumer.lake.table_definition import TableOptions
-from spark_consumer.runtime.failures import SlowStartError, explained
+from spark_consumer.runtime.failures import SlowStartError, explain
 from spark_consumer.runtime.nats_thread import NatsThread
 from spark_consumer.source.cdc_source import CdcSource
 from spark_consumer.source.snapshot_source import SnapshotSource
@@ -49,7 +49,7 @@ _SLOW_START_SECONDS: Final = 300.0
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What the job does; `trigger_seconds` is the time between batches when it follows."""
+    """The settings of a job; `trigger_seconds` is the time between batches unless `once`."""
 
     nats: NatsSettings
     tables: tuple[tuple[str, str], ...]
@@ -62,7 +62,7 @@ class JobSettings:
 
 
 class SparkJob:
-    """Runs until it is done (`once`), stopped, or something is wrong with the data."""
+    """Runs until everything is applied (`once`), it is stopped, or an error ends it."""
 
     def __init__(self, spark: SparkSession, settings: JobSettings) -> None:
         self._spark = spark
@@ -79,13 +79,13 @@ class SparkJob:
         self.events = 0
 
     def run(self) -> None:
-        """Do the job; CdcError says in one line what stopped it."""
-        with sole_job(self._lake.directory):
+        """Run the job; CdcError gives the reason of a failure in one line."""
+        with lake_lock(self._lake.directory):
             started = time.monotonic()
             try:
                 self._run()
             except (Py4JError, PySparkException, OSError) as error:
-                raise explained(error) from error
+                raise explain(error) from error
             event(
                 logger,
                 "done" if self._settings.once and not self._stopping.is_set() else "stopped",
@@ -131,7 +131,7 @@ class SparkJob:
                     return
 
     def stop(self) -> None:
-        """Ask for a graceful end: the batch under way is finished, nothing new is begun."""
+        """Request a graceful end: the current batch is finished, and no other is started."""
         self._stopping.set()
 
     def _prepare(self, nats: NatsThread, rebuild: set[tuple[str, str]]) -> list[KeptTable]:
@@ -148,7 +148,7 @@ class SparkJob:
             schemas = nats.run(lambda client: find_schemas(client, settings.tables))
             return setup.prepare(schemas, rebuild)
         except Exception as error:
-            raise explained(error) from error
+            raise explain(error) from error
         finally:
             self.rows_loaded += setup.rows_loaded
 
@@ -172,7 +172,7 @@ class SparkJob:
                         query.stop()
                     break
         except Exception as error:
-            raise self._batch_failure() or explained(error) from error
+            raise self._batch_failure() or explain(error) from error
         finally:
             self.events += applier.events
             if query.isActive:
@@ -183,10 +183,10 @@ class SparkJob:
         applier.advance_idle_tables()
 
     def _batch_failure(self) -> BaseException | None:
-        """What went wrong in the last batch; Spark keeps only its text."""
+        """The error of the last batch as it was raised; Spark passes on only its text."""
         failure = self._failure
         return (
-            failure if failure is None or isinstance(failure, RebuildNeeded) else explained(failure)
+            failure if failure is None or isinstance(failure, RebuildNeeded) else explain(failure)
         )
 
     def _start(self, tables: Sequence[KeptTable], applier: BatchApplier) -> StreamingQuery:
@@ -207,7 +207,7 @@ class SparkJob:
             .option("partitions", str(max(1, self._spark.sparkContext.defaultParallelism)))
             .option("prefix", settings.nats.prefix)
         )
-        # Spark shows options: an address with a password comes from the environment instead.
+        # Spark shows options, so an address with a password is passed in the environment.
         if not any("@" in server for server in settings.nats.servers):
             stream = stream.option("servers", settings.nats.address)
 
@@ -223,7 +223,7 @@ class SparkJob:
                     self._failure = error
                     raise
 
-        # Spark needs a checkpoint, but the position is in the tables: each run begins a new one.
+        # Spark requires a checkpoint, but the tables hold the position: each run uses a new one.
         checkpoint = f"{self._records.checkpoints}/{uuid.uuid4().hex}"
         writer = (
             stream.load().writeStream.foreachBatch(apply).option("checkpointLocation", checkpoint)
@@ -235,7 +235,7 @@ class SparkJob:
         return writer.start()
 
     def _wait_for_snapshot_lsn(self, nats: NatsThread, tables: Sequence[KeptTable]) -> None:
-        """Wait until the stream has reached the newest snapshot; then all tables end alike."""
+        """Wait until the stream has reached the newest snapshot, so that all tables can."""
         wanted: dict[str, int] = {}
         for kept in tables:
             source = kept.position.source

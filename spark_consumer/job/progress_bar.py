@@ -1,4 +1,4 @@
-"""How far a bootstrap has got: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a bootstrap: a bar on a terminal, otherwise a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOG_SECONDS: Final = 10.0
 
 
 class ProgressBar:
-    """One table's bootstrap: first the bridge takes the snapshot, then executors load it."""
+    """Shows the bootstrap of one table: the bridge takes the snapshot, then executors load it."""
 
     def __init__(self, table: str, stream: TextIO | None = None) -> None:
         self._table = table
@@ -35,15 +35,15 @@ class ProgressBar:
         self._shown_at = 0.0
 
     def snapshot(self, progress: SnapshotProgress) -> None:
-        """What the bridge says of the snapshot under way."""
+        """Show the progress that the bridge reports for the snapshot."""
         self._show(f"snapshot {progress.state}", progress.rows, progress.estimated_rows, "rows")
 
     def loading(self, done: int, total: int) -> None:
-        """Parts written by executors."""
+        """Show how many parts the executors have written."""
         self._show("loading", done, total, "parts")
 
     def finish(self, rows: int) -> None:
-        """The table is there."""
+        """Show that the table is loaded."""
         if self._terminal:
             self._draw(f"{self._table}: {rows:,} rows loaded")
             self._stream.write("\n")
@@ -70,13 +70,13 @@ class ProgressBar:
 
 
 class JobWatch:
-    """Tells how many tasks of a Spark job are done, while a block runs."""
+    """Reports how many tasks of a Spark job are done, while a `with` block runs."""
 
-    def __init__(self, spark: SparkSession, group: str, tell: Callable[[int, int], None]) -> None:
+    def __init__(self, spark: SparkSession, group: str, report: Callable[[int, int], None]) -> None:
         self._context = spark.sparkContext
         self._group = group
-        self._tell = tell
-        self._over = threading.Event()
+        self._report = report
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> None:
@@ -89,13 +89,13 @@ class JobWatch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
+        self._ended.set()
         self._thread.join()
         self._context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]
 
     def _watch(self) -> None:
         tracker = self._context.statusTracker()
-        while not self._over.wait(_REDRAW_SECONDS):
+        while not self._ended.wait(_REDRAW_SECONDS):
             done = total = 0
             for job in tracker.getJobIdsForGroup(self._group):
                 info = tracker.getJobInfo(job)
@@ -105,4 +105,4 @@ class JobWatch:
                         done += tasks.numCompletedTasks
                         total += tasks.numTasks
             if total:
-                self._tell(done, total)
+                self._report(done, total)

@@ -1,4 +1,4 @@
-"""The first load of a table, or a new one: executors write the snapshot, the driver commits it."""
+"""Loads a table from a snapshot: executors write the files, the driver commits them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All that an executor needs to write its part of a snapshot: `chunks` by number of the part.
+    """All that an executor needs to write its part of a snapshot; `chunks` has those of each part.
 
     Files go to `directory` below the table's root; `_synced_at` takes `loaded_at_us`.
     """
@@ -51,10 +51,10 @@ def load_snapshot(
     options: TableOptions,
     root: str,
 ) -> list[DataFile]:
-    """Write all rows of a snapshot below the table's root; the files that hold them.
+    """Write all rows of a snapshot below the table's root and return the files.
 
-    The directory is new with every attempt, so that leftovers of another never count. The whole is
-    verified: every chunk once, the number of rows, the checksum.
+    Every attempt uses a new directory, so that files of a failed one are never committed. The load
+    is verified: every chunk once, the number of rows, the checksum.
     """
     parts = 4 * max(1, spark.sparkContext.defaultParallelism)
     chunks = tuple(split_chunks(meta.batch_count, parts))
@@ -117,9 +117,9 @@ def _with_own_columns(
 
 
 def position_of(meta: SnapshotMeta, schema: TableSchema) -> LakePosition:
-    """Where a table stands that holds exactly the snapshot.
+    """The position of a table that holds exactly the snapshot.
 
-    An event is in the snapshot iff its commit LSN is below the snapshot's.
+    An event is in the snapshot if and only if its commit LSN is below that of the snapshot.
     """
     return LakePosition(
         source=meta.source,

@@ -1,4 +1,4 @@
-"""Before the stream is read: find each table in the lake and check it, or load it from INIT."""
+"""Prepares the tables before the stream is read: checks those in the lake, loads the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_consumer.errors import LakeError, SchemaChangeError
 from spark_consumer.job.progress_bar import JobWatch, ProgressBar
 from spark_consumer.job.snapshot_load import load_snapshot, position_of
 from spark_consumer.job.table_writer import KeptTable
-from spark_consumer.lake.directory import require_table_place
+from spark_consumer.lake.directory import require_usable_table_root
 from spark_consumer.lake.table_definition import (
     DELETED,
     SYNCED_AT,
@@ -52,7 +52,7 @@ _SCHEMA_POLL_SECONDS: Final = 0.1
 
 
 async def find_schemas(client: Client, tables: Sequence[tuple[str, str]]) -> list[TableSchema]:
-    """The newest schema of each table; waits a few seconds for one that is not there.
+    """The newest schema of each table; waits a few seconds for a missing one.
 
     A bridge that has just started publishes the schemas of its tables one by one.
     """
@@ -70,22 +70,22 @@ async def find_schemas(client: Client, tables: Sequence[tuple[str, str]]) -> lis
     return found
 
 
-def require_places(
+def require_usable_tables(
     lake: Lake, schemas: Sequence[TableSchema], options: TableOptions, *, rebootstrap: bool
 ) -> None:
-    """Raise what makes a table, or the place of one in the lake, unfit; nothing is written."""
+    """Raise an error if a table, or its directory in the lake, cannot be used; writes nothing."""
     for schema in schemas:
         row_key(schema)
-        require_table_place(lake.table_root(schema.schema, schema.table))
+        require_usable_table_root(lake.table_root(schema.schema, schema.table))
         table = lake.find(schema.schema, schema.table)
         if table is not None and not rebootstrap:
             require_same_options(schema, table.columns, options)
 
 
 class TableSetup:
-    """Makes tables ready to follow the stream.
+    """Prepares tables for reading the stream.
 
-    If a table cannot go on, its error is raised and nothing is written; with `rebootstrap` the
+    If a table cannot continue, its error is raised and nothing is written; with `rebootstrap` the
     table is loaded again instead.
     """
 
@@ -110,17 +110,17 @@ class TableSetup:
     def prepare(
         self, schemas: Sequence[TableSchema], rebuild: Container[tuple[str, str]] = ()
     ) -> list[KeptTable]:
-        """Find each table in the lake or load it; those in `rebuild` are loaded in any case.
+        """Find each table in the lake or load it; always load those in `rebuild`.
 
-        All tables are checked before the first is written.
+        All tables are checked before the first one is written.
         """
         ready: dict[int, KeptTable] = {}
-        due: dict[int, LakeTable | None] = {}
+        to_load: dict[int, LakeTable | None] = {}
         for index, schema in enumerate(schemas):
             row_key(schema)
             table = self._lake.find(schema.schema, schema.table)
             if table is None or (schema.schema, schema.table) in rebuild:
-                due[index] = table
+                to_load[index] = table
                 continue
             try:
                 ready[index] = self._continue(schema, table)
@@ -130,8 +130,8 @@ class TableSetup:
                 name = format_table_name(schema.schema, schema.table)
                 reason = str(error)
                 event(logger, "table is rebuilt", level=logging.WARNING, table=name, reason=reason)
-                due[index] = table
-        for index, table in due.items():
+                to_load[index] = table
+        for index, table in to_load.items():
             schema = schemas[index]
             # A retained snapshot may be older than the reason to rebuild.
             fresh = (schema.schema, schema.table) in rebuild
@@ -143,10 +143,10 @@ class TableSetup:
         position = table.position(schema.source)
         if position is None:
             raise LakeError(
-                f"lake table {name} holds nothing of source {schema.source}; "
+                f"lake table {name} has no position of source {schema.source}; "
                 "rebuild it with --rebootstrap, or choose another --lake directory"
             )
-        table.require_untampered()
+        table.require_not_restored()
         require_same_options(schema, table.columns, self._options)
         bounds = self._nats.run(lambda client: client.log().bounds())
         progress = self._nats.run(lambda client: client.progress(schema.source))
@@ -170,7 +170,7 @@ class TableSetup:
             pa.schema(columns),
             row_key(current),
         )
-        # Another policy for unrepresentable values may ask for further columns.
+        # Another policy for unrepresentable values may need further columns.
         evolution = evolve(definition, current, current, self._options.unrepresentable)
         if evolution.change == "add":
             table.evolve(evolution.definition.columns, position)
@@ -197,7 +197,7 @@ class TableSetup:
         if table is None:
             table = self._lake.create(schema.schema, schema.table, files, columns, position)
         else:
-            # Others may have optimized it while the snapshot was read.
+            # Another process may have optimized the table while the snapshot was read.
             table = self._lake.find(schema.schema, schema.table) or table
             table.load(files, columns, position)
         self.rows_loaded += meta.row_count
@@ -224,7 +224,7 @@ def _require_continuity(name: str, position: LakePosition, bounds: LogBounds, ep
     elif found is StreamBreak.ENDS_BEFORE:
         reason = f"table {name} is at a newer position than the stream"
     elif found is StreamBreak.TRIMMED:
-        reason = f"what follows the position of table {name} was trimmed or purged"
+        reason = f"the messages after the position of table {name} were trimmed or purged"
     else:
         return
     raise GapError(reason, wanted, bounds.first)

@@ -1,6 +1,6 @@
-"""Folded changes into the lake: one commit for each table and batch, position included.
+"""Writes folded changes to the lake: one commit for each table and batch, with the position.
 
-Within expressions the table's columns have plain names; the lake's own calls map them back.
+Spark expressions use the plain names of the columns; calls of the lake map them back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COPIES = "_copies"
 
 @dataclass
 class KeptTable:
-    """A table of the lake and what is known of it between batches."""
+    """A table of the lake, with its state between batches."""
 
     table: LakeTable
     definition: TableDefinition
@@ -44,19 +44,19 @@ class KeptTable:
 
     @property
     def name(self) -> str:
-        """The table as SQL spells it."""
+        """The table's name as written in SQL."""
         return self.definition.name
 
     @property
     def token(self) -> str:
-        """The table as it stands in subjects."""
+        """The table's token in NATS subjects."""
         return table_token(self.definition.schema, self.definition.table)
 
 
 class TableWriter:
     """Applies staged changes to tables.
 
-    `_synced_at` takes the time of the batch, in microseconds since 1970.
+    `now_us` is the time of the batch for `_synced_at`, in microseconds since 1970.
     """
 
     def __init__(self, spark: SparkSession, options: TableOptions) -> None:
@@ -66,7 +66,7 @@ class TableWriter:
     def apply(
         self, kept: KeptTable, staged: StagedChanges, position: LakePosition, now_us: int
     ) -> None:
-        """Bring one table to `position`."""
+        """Commit the staged changes of one table, together with `position`."""
         if not staged.facts.count:
             kept.table.advance(position)
         elif kept.definition.is_bag:
@@ -76,7 +76,7 @@ class TableWriter:
         kept.position = position
 
     def rewrite(self, kept: KeptTable, definition: TableDefinition) -> None:
-        """Give the whole table wider types; rows and position stay as they are."""
+        """Rewrite the whole table with wider types; rows and position stay the same."""
         rows = self._rows(kept)
         present = kept.definition.plain_names
         widened = [
@@ -100,7 +100,7 @@ class TableWriter:
         kept.table.replace(ordered, columns, position)
 
     def _staged_names(self, definition: TableDefinition) -> dict[str, str]:
-        """The name in expressions for each column of the lake."""
+        """For each column of the lake, its name in expressions."""
         plain = definition.plain_names
         columns = lake_columns(definition, self._options)
         return {name: plain.get(name, name) for name in columns.names}
@@ -108,11 +108,11 @@ class TableWriter:
     def _changes(self, kept: KeptTable, staged: StagedChanges) -> DataFrame:
         schema = spark_schema(changes_schema(kept.definition))
         changes = self._spark.read.schema(schema).parquet(*staged.files)
-        # One partition needs no shuffle, which costs a small batch more than its work.
+        # One partition needs no shuffle, which would cost a small batch more than the work itself.
         return changes.coalesce(1) if staged.facts.count < _SMALL_BATCH else changes
 
     def _own(self, deleted: Column, now_us: int) -> list[Column]:
-        """The columns that the lake adds, for rows written now."""
+        """The values of the columns that the job adds, for rows written now."""
         own = []
         if self._options.soft_deletes:
             own.append(deleted.alias(DELETED))
@@ -121,7 +121,7 @@ class TableWriter:
         return own
 
     def _all_deleted(self, kept: KeptTable, now_us: int) -> DataFrame:
-        """The rows of the table, marked as deleted; those that were keep their time."""
+        """The rows of the table, marked as deleted; rows deleted before keep their `_synced_at`."""
         rows = self._rows(kept)
         if self._options.synced_at:
             now = fn.timestamp_micros(fn.lit(now_us))
@@ -139,13 +139,13 @@ class TableWriter:
         names = list(plain.values())
         soft = self._options.soft_deletes
         truncated = staged.facts.truncated_at is not None
-        looks_back = bool(staged.facts.moved_unchanged) and not truncated
+        needs_table_rows = bool(staged.facts.moved_unchanged) and not truncated
         folded = fold_keyed(
             self._changes(kept, staged),
             key,
             names,
             staged.facts,
-            self._rows(kept) if looks_back else None,
+            self._rows(kept) if needs_table_rows else None,
             keep_deleted=soft,
         )
         if truncated:
@@ -181,7 +181,7 @@ class TableWriter:
         position: LakePosition,
         now_us: int,
     ) -> None:
-        """After a TRUNCATE: the rows that came later are the table."""
+        """Replace the table after a TRUNCATE with the rows that came later."""
         names = kept.definition.plain_names.values()
         soft = self._options.soft_deletes
         live = folded if soft else folded.where(~fn.col(DELETED))
@@ -199,7 +199,7 @@ class TableWriter:
         names = list(kept.definition.plain_names.values())
         soft = self._options.soft_deletes
         net = fold_bag(self._changes(kept, staged), names, staged.facts)
-        # On disk: the heap is what the rewriting of files needs.
+        # On disk, because the rewriting of files needs the heap.
         net = net.persist(StorageLevel.DISK_ONLY)
         try:
             rows = _copies(net, names, NET).select(*names, *self._own(fn.lit(False), now_us))

@@ -1,1 +1,1 @@
-"""The tables of the lake: their columns, positions and files, and the records beside them."""
+"""The tables of the lake: their columns, positions and files, and the records of the job."""

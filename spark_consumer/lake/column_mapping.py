@@ -1,6 +1,6 @@
-"""Which type a PostgreSQL column has in the lake, and how types widen from one schema to the next.
+"""The type of a PostgreSQL column in the lake, and how types widen with new schema versions.
 
-Arrow types are the common language: Parquet, Delta and Spark each have one type for each used here.
+Types are given as Arrow types; Parquet, Delta and Spark each have one type for each used here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 TIMESTAMPTZ: Final = pa.timestamp("us", tz="UTC")
 TIMESTAMP: Final = pa.timestamp("us")
 
-# Integers by width, with the decimal digits each needs.
+# For each integer type, the decimal digits that it needs.
 _INTEGER_DIGITS: Final = {pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
-# Each float holds these integers exactly.
+# The types whose values each float type represents exactly.
 _EXACT_IN: Final = {
     pa.float32(): (pa.int16(),),
     pa.float64(): (pa.int16(), pa.int32(), pa.float32()),
@@ -29,7 +29,7 @@ _EXACT_IN: Final = {
 
 
 def arrow_type(column: Column) -> pa.DataType:
-    """The lake's type for a column; what has no type of its own there is text."""
+    """The lake's type for a column; text for types without an equivalent."""
     found = arrow_types.arrow_type(
         column.base_type_oid, column.element_oid, column.type_modifier, widen_decimals=True
     )
@@ -42,18 +42,19 @@ def is_text(type_: pa.DataType) -> bool:
 
 
 def can_be_unrepresentable(type_: pa.DataType) -> bool:
-    """Whether PostgreSQL has values of this column that the type cannot hold.
+    """Whether PostgreSQL has values that a column of this type cannot represent.
 
-    infinity, years BC and after 9999, NaN in a numeric, several dimensions or odd bounds.
+    Those are infinity, years BC and after 9999, NaN in a numeric, and arrays with several
+    dimensions or with bounds that do not start at 1.
     """
     limited = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_decimal, pa.types.is_list)
     return any(holds(type_) for holds in limited)
 
 
 def widened(current: pa.DataType, column: Column) -> pa.DataType | None:
-    """The narrowest type that holds what the lake has and what the column may bring.
+    """The narrowest type for the values in the lake and the future values of the column.
 
-    None where there is none: the change needs a new bootstrap.
+    None if there is no such type: the change needs a new bootstrap.
     """
     wanted = arrow_type(column)
     if current == wanted:
@@ -74,7 +75,7 @@ def _wider(a: pa.DataType, b: pa.DataType, *, numeric: bool) -> pa.DataType | No
     for narrow, wide in ((a, b), (b, a)):
         if narrow in _EXACT_IN.get(wide, ()):
             return wide
-        # numeric without bounds is text in the lake; numbers read the same there.
+        # numeric without a precision is text in the lake; numbers keep their spelling as text.
         if numeric and pa.types.is_string(wide) and pa.types.is_decimal(narrow):
             return wide
     if a in _INTEGER_DIGITS and b in _INTEGER_DIGITS:

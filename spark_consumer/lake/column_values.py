@@ -1,7 +1,7 @@
-"""Values of the wire to Arrow arrays, a column at a time.
+"""Converts values of the wire format to Arrow arrays, a column at a time.
 
-The quick way converts a whole column in Arrow. Where that fails, values are converted one by one,
-and the policy says what to do with those that the type cannot hold.
+The fast path converts a whole column in Arrow. If that fails, values are converted one by one, and
+the policy decides about values that the type cannot represent.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 Unrepresentable = Literal["error", "null", "text"]
-"""What to do with a value its column cannot hold: stop, write null, or null beside its text."""
+"""The policy for a value its column cannot represent: stop, write null, or null and its text."""
 
 _REMEDY: Final = "choose --unrepresentable=null or --unrepresentable=text"
 _KEY_REMEDY: Final = (
-    "rows are found by this column: give the table another REPLICA IDENTITY, or leave the row out"
+    "this column identifies rows: give the table another REPLICA IDENTITY, or exclude the row"
 )
 _TIMESTAMP: Final = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z?\Z")
 
 
-class _NoPlaceError(ValueError):
-    """The type cannot hold the value."""
+class _UnrepresentableValueError(ValueError):
+    """The type cannot represent the value."""
 
 
 def wire_text(value: object) -> str:
-    """A value that fits nowhere, as text: PostgreSQL's own where it travelled as text."""
+    """A value as text: as PostgreSQL prints it if the wire format has it as text."""
     return value if isinstance(value, str) else jsonb_text(value)
 
 
 class ColumnWriter:
-    """Turns the wire values of one column into an Arrow array of the lake's type.
+    """Converts the wire values of one column to an Arrow array of the lake's type.
 
-    json and jsonb come as text here. `describe(index)` names a row in errors. What a key cannot
-    hold is refused whatever the policy, since rows are found by it.
+    Values of json and jsonb must already be text. `describe(index)` names a row in errors. A key
+    column raises an error whatever the policy, because it identifies rows.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ColumnWriter:
     def write(
         self, values: Sequence[Any], describe: Callable[[int], str]
     ) -> tuple[pa.Array, pa.Array | None]:
-        """The array, and an array of texts for what it cannot hold if the policy keeps those."""
+        """The array, and with policy `text` the texts of the values that it cannot represent."""
         try:
             quick = _quick(values, self.type)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError):
@@ -84,7 +84,7 @@ class ColumnWriter:
             return self._slow(values, describe)
         except (pa.ArrowException, *MISFITS) as error:
             raise CorruptData(
-                f"table {self._table}, column {self._name}: not a value where {self.type} is due"
+                f"table {self._table}, column {self._name}: a value is not of type {self.type}"
             ) from error
 
     def _slow(
@@ -95,7 +95,7 @@ class ColumnWriter:
         for index, value in enumerate(values):
             try:
                 converted.append(None if value is None else self._one(value))
-            except _NoPlaceError:
+            except _UnrepresentableValueError:
                 if self.policy == "error":
                     raise self.refused(value, describe(index)) from None
                 if self.policy == "text":
@@ -105,13 +105,13 @@ class ColumnWriter:
             except (TypeError, ValueError) as error:
                 raise CorruptData(
                     f"table {self._table}, column {self._name}, row {describe(index)}: "
-                    f"a {type(value).__name__} where {self.type} is due"
+                    f"a {type(value).__name__} instead of {self.type}"
                 ) from error
         array = pa.array(converted, self.type)
         return array, None if texts is None else pa.array(texts, pa.string())
 
     def refused(self, value: object, row: str) -> UnrepresentableError:
-        """What to raise for a value that the type cannot hold."""
+        """The error for a value that the type cannot represent."""
         return UnrepresentableError(
             f"table {self._table}, column {self._name}, row {row}: "
             f"{wire_text(value)[:60]!r} does not fit {self.type}; {self._remedy}"
@@ -119,10 +119,10 @@ class ColumnWriter:
 
 
 class RowWriter:
-    """Turns rows of one schema version into arrays of the columns that the table has in the lake.
+    """Converts rows of one schema version to arrays of the table's columns in the lake.
 
-    `key` names the columns by which rows will be found, if they will. SchemaChangeError where the
-    lake's columns cannot hold those of the version.
+    `key` names the columns that identify rows in the lake; () if nothing looks rows up there.
+    SchemaChangeError if the lake's columns cannot represent those of the version.
     """
 
     def __init__(
@@ -149,14 +149,14 @@ class RowWriter:
             self.writers[column.name] = ColumnWriter(
                 definition.name,
                 column.name,
-                # Text stays PostgreSQL's own: Arrow would write small decimals with an exponent.
+                # Text stays as PostgreSQL prints it: Arrow would use exponents for small decimals.
                 type_ if is_text(type_) else arrow_type(column),
                 policy=policy,
                 is_key=column.name in key,
             )
 
     def write_json_as_text(self, row: Row, raw: Container[str]) -> None:
-        """Replace documents in the row by their text; those of the columns in `raw` are text."""
+        """Replace JSON documents in the row by their text; columns in `raw` are text already."""
         for name in self._json_columns:
             if name not in raw and row.get(name) is not None:
                 row[name] = jsonb_text(row[name])
@@ -164,7 +164,7 @@ class RowWriter:
     def arrays(
         self, rows: Sequence[Row], names: Iterable[str], describe: Callable[[int], str]
     ) -> dict[str, pa.Array]:
-        """Arrays for some of the lake's columns; what the version does not have is null."""
+        """Arrays for the named columns of the lake; columns that the version lacks are null."""
         arrays: dict[str, pa.Array] = {}
         for name in names:
             if name in arrays:
@@ -182,7 +182,7 @@ class RowWriter:
 
 
 def _quick(values: Sequence[Any], type_: pa.DataType) -> pa.Array | None:
-    """Convert a column as a whole, None where some value needs a closer look."""
+    """Convert a whole column at once; None if its values must be converted one by one."""
     if pa.types.is_list(type_) and not all(
         value is None or isinstance(value, list) for value in values
     ):
@@ -194,7 +194,7 @@ def _quick(values: Sequence[Any], type_: pa.DataType) -> pa.Array | None:
 
 
 def _reads_as(inferred: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether Arrow's checked cast is the conversion meant, and not a guess."""
+    """Whether Arrow's checked cast converts every value correctly or fails."""
     if pa.types.is_null(inferred) or inferred == wanted:
         return True
     if pa.types.is_string(inferred):
@@ -211,9 +211,9 @@ def _converter(type_: pa.DataType) -> Callable[[Any], Any]:
         one = _converter(type_.value_type)
 
         def to_list(value: Any) -> list[Any]:
-            # Odd bounds travel as text; nested lists are further dimensions.
+            # Arrays with unusual bounds arrive as text; nested lists are further dimensions.
             if isinstance(value, str) or any(isinstance(item, list) for item in value):
-                raise _NoPlaceError
+                raise _UnrepresentableValueError
             return [None if item is None else one(item) for item in value]
 
         return to_list
@@ -253,21 +253,21 @@ def _to_timestamp(value: Any) -> datetime:
     if not isinstance(value, str):
         raise TypeError("not text")
     if _TIMESTAMP.match(value) is None:
-        raise _NoPlaceError
+        raise _UnrepresentableValueError
     return datetime.fromisoformat(value)
 
 
 def _to_zoned(value: Any) -> datetime:
     moment = _to_timestamp(value)
     if moment.tzinfo is None:
-        raise _NoPlaceError
+        raise _UnrepresentableValueError
     return moment
 
 
 def _to_zoneless(value: Any) -> datetime:
     moment = _to_timestamp(value)
     if moment.tzinfo is not None:
-        raise _NoPlaceError
+        raise _UnrepresentableValueError
     return moment
 
 
@@ -277,7 +277,7 @@ def _to_date(value: Any) -> date:
     try:
         return date.fromisoformat(value)
     except ValueError:
-        raise _NoPlaceError from None
+        raise _UnrepresentableValueError from None
 
 
 def _to_decimal(precision: int, scale: int) -> Callable[[Any], Decimal]:
@@ -289,11 +289,11 @@ def _to_decimal(precision: int, scale: int) -> Callable[[Any], Decimal]:
         except InvalidOperation:
             raise TypeError("not a number") from None
         if not number.is_finite():
-            raise _NoPlaceError
+            raise _UnrepresentableValueError
         _, digits, exponent = number.as_tuple()
         assert isinstance(exponent, int)
         if any(digits) and (-exponent > scale or len(digits) + exponent > precision - scale):
-            raise _NoPlaceError
+            raise _UnrepresentableValueError
         return number
 
     return convert

@@ -1,7 +1,7 @@
 """Commits to a Delta table through `deltalake`, without a JVM and without jars.
 
-The position is kept as `txn` actions, in the same commit as the rows: commit metadata would be lost
-with log cleanup. https://github.com/delta-io/delta/blob/master/PROTOCOL.md#transaction-identifiers
+The position is stored as `txn` actions in the same commit as the rows, because log cleanup removes
+commit metadata. https://github.com/delta-io/delta/blob/master/PROTOCOL.md#transaction-identifiers
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _FACTS: Final = (
     "complete_at",
     "schema_version",
 )
-_OURS: Final = "tailrace"
+_METADATA_KEY: Final = "tailrace"
 _HARMLESS: Final = frozenset({"OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN", "FSCK"})
 _SMALL_FILES: Final = 24
 _ROW_GROUP_BYTES: Final = 8 * 1024 * 1024
 _ROW_GROUP_ROWS: Final = (10_000, 1_000_000)
-_TEND_EVERY: Final = 20
+_MAINTAIN_EVERY: Final = 20
 _VACUUM_EVERY_SECONDS: Final = 6 * 3600.0
-# Readers of Delta tables leave out names that begin like this.
+# Delta readers ignore file names that begin with an underscore.
 _VACUUMED: Final = "_vacuumed"
 
 
 class DeltaLog:
-    """The log of one Delta table that this job alone writes; each writing call is one commit.
+    """The log of one Delta table, written by this job alone; each writing call is one commit.
 
-    LakeConflictError if somebody else committed meanwhile; then nothing was written.
+    LakeConflictError if another writer committed first; then nothing was written.
     """
 
     def __init__(self, root: str, name: str) -> None:
@@ -59,20 +59,21 @@ class DeltaLog:
         self._name = name
         self._table = DeltaTable(root)
         self._seen_version = -1
-        # So that a short run compacts too.
-        self._commits = _TEND_EVERY
+        # The full count, so that a short run compacts too.
+        self._commits = _MAINTAIN_EVERY
 
     @classmethod
     def find(cls, root: str, name: str) -> DeltaLog | None:
-        """The log of the table at `root`, None if nothing is there.
+        """The log of the table at `root`, None if there is no table.
 
-        LakeError if something else than the table `name` of this job is there.
+        LakeError if `root` holds anything but the table `name` of this job.
         """
         if not DeltaTable.is_deltatable(root):
-            strangers = [one.name for one in Path(root).glob("*") if not _is_leftover(one)]
-            if strangers:
+            foreign_files = [one.name for one in Path(root).glob("*") if not _is_leftover(one)]
+            if foreign_files:
                 raise LakeError(
-                    f"{root} is to hold table {name}, but holds other files ({strangers[0]}); "
+                    f"{root}, the directory of table {name}, holds other files "
+                    f"({foreign_files[0]}); "
                     "choose another --lake directory"
                 )
             return None
@@ -83,8 +84,8 @@ class DeltaLog:
             raise LakeError(f"lake table {root} cannot be read: {_line(error)}") from error
         if metadata.description != _description(name):
             raise LakeError(
-                f"{root} holds another table ({metadata.name or 'unnamed'}), not {name} as kept by "
-                "this job; choose another --lake directory"
+                f"{root} holds another table ({metadata.name or 'unnamed'}), not {name} as written "
+                "by this job; choose another --lake directory"
             )
         return found
 
@@ -97,7 +98,7 @@ class DeltaLog:
         columns: pa.Schema,
         position: LakePosition,
     ) -> DeltaLog:
-        """Make the table with its first rows, in one commit."""
+        """Create the table with its first rows, in one commit."""
         Path(root).mkdir(parents=True, exist_ok=True)
         try:
             create_table_with_add_actions(
@@ -115,25 +116,25 @@ class DeltaLog:
 
     @property
     def version(self) -> int:
-        """Version of the newest commit known here."""
+        """The version of the newest commit that this object has read."""
         return int(self._table.version())
 
     @property
     def columns(self) -> pa.Schema:
-        """Names and types, as Arrow has them."""
+        """The names and Arrow types of the columns."""
         return _plain(pa.schema(self._table.schema().to_arrow()))
 
     def position(self, source: str) -> LakePosition | None:
-        """Where it stands in the history of a source."""
+        """The table's position in the history of a source."""
         facts = {fact: self._table.transaction_version(_app_id(source, fact)) for fact in _FACTS}
         if any(value is None for value in facts.values()):
             return None
         return LakePosition(source=source, **{key: int(value or 0) for key, value in facts.items()})
 
-    def require_untampered(self) -> None:
-        """Raise LakeError if there was a RESTORE since our last commit.
+    def require_not_restored(self) -> None:
+        """Raise LakeError if the table was restored since this job's last commit.
 
-        It takes rows back, but not the position.
+        A RESTORE takes back the rows, but not the position.
         """
         self._table.update_incremental()
         newest = self.version
@@ -143,7 +144,7 @@ class DeltaLog:
         while True:
             history = self._table.history(limit)
             for commit in history:
-                if int(commit["version"]) <= self._seen_version or _OURS in commit:
+                if int(commit["version"]) <= self._seen_version or _METADATA_KEY in commit:
                     self._seen_version = newest
                     return
                 operation = str(commit.get("operation", ""))
@@ -151,7 +152,7 @@ class DeltaLog:
                     raise LakeError(
                         f"lake table {self._name} was restored to an earlier state "
                         f"(version {commit['version']}); its rows are behind its position: restore "
-                        "it to the version before, or rebuild it with --rebootstrap"
+                        "it to the previous version, or rebuild it with --rebootstrap"
                     )
                 if operation not in _HARMLESS:
                     event(
@@ -167,13 +168,13 @@ class DeltaLog:
             limit *= 4
 
     def data_files(self) -> list[str]:
-        """Absolute paths of the files of the newest version."""
+        """The absolute paths of the data files of the newest version."""
         return [str(uri).removeprefix("file://") for uri in self._table.file_uris()]
 
     def replace(
         self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition
     ) -> None:
-        """Make these files the whole table."""
+        """Replace the whole table with these files."""
         self._commit(
             lambda: self._table.create_write_transaction(
                 _adds(files),
@@ -186,7 +187,7 @@ class DeltaLog:
     def exchange(
         self, removed: Sequence[str], files: Sequence[DataFile], position: LakePosition
     ) -> None:
-        """Take some files out, given by their absolute paths, and put others in."""
+        """Remove the files with the given absolute paths, and add others."""
         now = int(time.time() * 1000)
         prefix = self.root.rstrip("/") + "/"
         removals = [RemoveAction(path.removeprefix(prefix), True, now) for path in removed]
@@ -200,14 +201,14 @@ class DeltaLog:
         )
 
     def advance(self, position: LakePosition) -> None:
-        """Move the position alone."""
+        """Commit the position without any rows."""
         self.exchange((), (), position)
 
     def merge(self, rows: pa.RecordBatchReader, plan: MergePlan, position: LakePosition) -> None:
-        """MERGE the rows; the position moves even where they change nothing."""
+        """MERGE the rows; the position is committed even if they change nothing."""
         staged = {name: f"s.{_quoted(source)}" for name, source in plan.columns.items()}
         on = " AND ".join(f"t.{_quoted(name)} = {staged[name]}" for name in plan.key)
-        # A table that is all key has nothing to update; setting it to itself does no harm.
+        # If all columns are in the key, there is nothing else to update: the key is set to itself.
         settable = [name for name in staged if name not in plan.key] or list(plan.key)
         updates = {_quoted(name): staged[name] for name in settable}
         for name, flag in plan.keepable.items():
@@ -242,20 +243,20 @@ class DeltaLog:
         properties = _properties(position)
         self._commit(lambda: self._table.alter.add_columns(fields, commit_properties=properties))
 
-    def tend(self) -> None:
-        """Compact after many small commits, and drop files that no kept version needs."""
-        if self._commits < _TEND_EVERY:
+    def maintain(self) -> None:
+        """Compact after many small commits, and delete files that no retained version needs."""
+        if self._commits < _MAINTAIN_EVERY:
             return
         self._commits = 0
         if len(self._table.file_uris()) > _SMALL_FILES:
             writing = self._writer_properties()
             self._commit(lambda: self._table.optimize.compact(writer_properties=writing))
         if self._vacuum_is_due():
-            # In full: what killed loads left behind is in no commit.
+            # A full vacuum, because no commit lists the files of loads that were killed.
             self._commit(lambda: self._table.vacuum(dry_run=False, full=True))
 
     def _writer_properties(self) -> WriterProperties:
-        """Row groups by size: a writer holds one of them in memory, and it is in this process."""
+        """Row groups limited by size, because a writer in this process holds one in memory."""
         adds = pa.table(self._table.get_add_actions())
         rows = sum(count or 0 for count in adds["num_records"].to_pylist())
         size = sum(adds["size_bytes"].to_pylist())
@@ -266,7 +267,7 @@ class DeltaLog:
         )
 
     def _vacuum_is_due(self) -> bool:
-        """Whether the last vacuum, by any run, was long ago; if so, note this one as the last."""
+        """Whether the last vacuum, of any run, was long ago; if so, record a new one."""
         mark = Path(self.root, _VACUUMED)
         try:
             age = time.time() - mark.stat().st_mtime
@@ -282,7 +283,7 @@ class DeltaLog:
             write()
         except CommitFailedError as error:
             raise LakeConflictError(
-                f"lake table {self._name} is being written by somebody else: {_line(error)}"
+                f"lake table {self._name} is being written by another process: {_line(error)}"
             ) from error
         except (DeltaError, OSError) as error:
             raise LakeError(f"lake table {self._name} cannot be written: {_line(error)}") from error
@@ -292,7 +293,7 @@ class DeltaLog:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether a killed first load may have left this: data files, or a log without a commit."""
+    """Whether a killed first load may have left this: data files, or a log without commits."""
     if path.name == "_delta_log" and path.is_dir():
         return not any(one.suffix in (".json", ".parquet") for one in path.iterdir())
     return path.is_dir() and path.name.startswith("load-")
@@ -307,15 +308,15 @@ def _app_id(source: str, fact: str) -> str:
 
 
 def _properties(position: LakePosition) -> CommitProperties:
-    """The position as `txn` actions and metadata; the commit fails if another came first.
+    """The position as `txn` actions and metadata; the commit fails if another one came first.
 
-    deltalake would retry it after the other. Had that been an OPTIMIZE, its files would hold the
-    rows that ours replace, and stay.
+    By default deltalake would retry on top of the other commit. If that was an OPTIMIZE, its files
+    would keep the rows that this commit replaces.
     """
     facts = {fact: getattr(position, fact) for fact in _FACTS}
     return CommitProperties(
         max_commit_retries=0,
-        custom_metadata={_OURS: json.dumps({"source": position.source, **facts})},
+        custom_metadata={_METADATA_KEY: json.dumps({"source": position.source, **facts})},
         app_transactions=[
             Transaction(_app_id(position.source, fact), value) for fact, value in facts.items()
         ],
@@ -328,7 +329,7 @@ def _adds(files: Sequence[DataFile]) -> list[Any]:
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    """The schema with the types of `column_mapping`, whatever names lists give their elements."""
+    """The schema with the types of `column_mapping`, without names for elements of lists."""
     return pa.schema([pa.field(field.name, _plain_type(field.type)) for field in schema])
 
 

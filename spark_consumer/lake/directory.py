@@ -1,4 +1,4 @@
-"""The directory of a lake: local or mounted, since the driver commits and merges through files."""
+"""The directory of a lake: local or mounted, because the driver commits through file calls."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def own_directory(lake_directory: str) -> Path:
-    """Where the job keeps what belongs to no table."""
+    """The directory of the job's own files."""
     return Path(lake_directory, "_tailrace")
 
 
 def staging_directory(lake_directory: str) -> str:
-    """Where rows wait for the commit that takes them in."""
+    """The directory of rows that are not yet committed."""
     return str(own_directory(lake_directory) / "staging")
 
 
 @contextmanager
-def sole_job(lake_directory: str) -> Iterator[None]:
-    """Hold the lake while a block runs; the lock ends with the process, however that ends."""
+def lake_lock(lake_directory: str) -> Iterator[None]:
+    """Hold the lock of the lake while a block runs; the system releases it if the process dies."""
     own = own_directory(lake_directory)
     try:
         own.mkdir(parents=True, exist_ok=True)
@@ -42,15 +42,15 @@ def sole_job(lake_directory: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise LakeBusyError(
-                f"another spark-consumer keeps the lake {lake_directory}; give all tables to one, "
-                "or choose another --lake directory"
+                f"another spark-consumer keeps the lake {lake_directory}; run one job for all "
+                "tables, or choose another --lake directory"
             ) from error
         yield
 
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 _FILE: Final = re.compile(r"file:(?://(?:localhost)?)?(/(?!/).*)", re.IGNORECASE | re.DOTALL)
-# Spark takes the first for patterns of paths, Delta the second for a character.
+# Spark reads the first as a glob pattern, Delta the second as an escaped character.
 _PATTERN: Final = re.compile(r"[\[\]{}*?\\]|%[0-9A-Fa-f]{2}")
 _EFFECTIVE: Final = os.access in os.supports_effective_ids
 
@@ -71,15 +71,15 @@ def lake_directory(text: str) -> str:
     return unquote(file[1])
 
 
-def require_place(directory: str) -> None:
-    """Raise SetupError where a lake can neither be written nor made; nothing is written."""
-    # Links are followed, `..` means what it says: as the tables' paths are made.
+def require_usable_directory(directory: str) -> None:
+    """Raise SetupError if the lake can be neither written nor created; writes nothing."""
+    # Resolved as the tables' paths are: links are followed, and `..` is the parent directory.
     place = Path(directory).resolve()
     odd = _PATTERN.search(str(place))
     if odd is not None:
         raise SetupError(
-            f"lake directory {place} has {odd[0]} in its path, which Spark or Delta would take for "
-            "something else; choose another"
+            f"lake directory {place} has {odd[0]} in its path, which Spark or Delta would misread; "
+            "choose another directory"
         )
     for path in (place, *place.parents):
         try:
@@ -100,8 +100,8 @@ def require_place(directory: str) -> None:
         )
 
 
-def require_table_place(root: str) -> None:
-    """Raise SetupError where a table's directory is there and cannot be written."""
+def require_usable_table_root(root: str) -> None:
+    """Raise SetupError if a table's directory exists and cannot be written."""
     path = Path(root)
     if path.exists() and not (path.is_dir() and _writable(path)):
         number = errno.EACCES if path.is_dir() else errno.ENOTDIR
@@ -109,7 +109,7 @@ def require_table_place(root: str) -> None:
 
 
 def unwritable(directory: str, error: OSError) -> SetupError:
-    """What to raise where the system refuses a lake's directory."""
+    """The error for a lake directory that the system refuses to write."""
     return SetupError(f"lake directory {directory} cannot be written: {error.strerror}")
 
 

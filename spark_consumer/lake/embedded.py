@@ -1,7 +1,7 @@
-"""Delta tables by the embedded engine: Spark writes the files, `deltalake` in the driver commits.
+"""Delta tables with the embedded engine: Spark writes files, `deltalake` commits in the driver.
 
-A MERGE runs in the driver too, over rows that Spark has staged as Parquet. Rows of a table without
-key are changed by writing the data files that hold them again.
+A MERGE also runs in the driver, over rows that Spark has staged as Parquet. To change rows of a
+table without a key, the data files that hold them are rewritten.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class EmbeddedDeltaTable:
     def position(self, source: str) -> LakePosition | None:
         return self.log.position(source)
 
-    def require_untampered(self) -> None:
-        self.log.require_untampered()
+    def require_not_restored(self) -> None:
+        self.log.require_not_restored()
 
     def rows(self, spark: SparkSession, names: Mapping[str, str]) -> DataFrame:
         return self._frame(spark, names, self.log.data_files()).drop(_FILE)
@@ -94,13 +94,13 @@ class EmbeddedDeltaTable:
         known = set(self.columns.names)
         self.log.add_columns([one for one in columns if one.name not in known], position)
 
-    def tend(self) -> None:
-        self.log.tend()
+    def maintain(self) -> None:
+        self.log.maintain()
 
     def _frame(
         self, spark: SparkSession, names: Mapping[str, str], files: Sequence[str]
     ) -> DataFrame:
-        """The rows of some data files, and for each row its file."""
+        """The rows of the given data files, each with the path of its file."""
         stored = self.columns
         schema = spark_schema(stored)
         if files:
@@ -116,7 +116,7 @@ class EmbeddedDeltaTable:
         return write_files(rows, self.log.root, f"load-{uuid.uuid4().hex[:12]}", columns)
 
     def _files_with(self, removed: DataFrame, plan: BagPlan) -> list[str]:
-        """The data files that hold a row of which copies are to go."""
+        """The data files that hold copies of the rows to remove."""
         files = self.log.data_files()
         if removed.isEmpty() or not files:
             return []
@@ -129,7 +129,7 @@ class EmbeddedDeltaTable:
         return [path for path in files if Path(path).name in names]
 
     def _without(self, removed: DataFrame, plan: BagPlan, files: Sequence[str]) -> DataFrame:
-        """The rows of some files, less as many copies of each as are to go."""
+        """The rows of the given files, without the copies to remove."""
         rows = self._frame(removed.sparkSession, plan.columns, files)
         alike = [*plan.values, *([] if plan.deleted is None else [plan.deleted])]
         among = Window.partitionBy(*alike).orderBy(fn.lit(0))
@@ -150,7 +150,7 @@ class EmbeddedDeltaLake:
         self.directory = str(Path(directory).resolve())
 
     def table_root(self, schema: str, table: str) -> str:
-        """`users`, `sales.orders`; odd characters as ~XX, since = would read as a partition."""
+        """`users`, `sales.orders`; special characters as ~XX, as `=` would mean a partition."""
         return str(Path(self.directory, table_token(schema, table).replace("=", "~")))
 
     def find(self, schema: str, table: str) -> EmbeddedDeltaTable | None:
@@ -186,6 +186,6 @@ def _quoted(name: str) -> str:
 
 
 def _reader(directory: str) -> pa.RecordBatchReader:
-    """The staged rows as a stream of Arrow batches, never all of them in memory."""
+    """The staged rows as a stream of Arrow batches; they are never all in memory."""
     dataset = pads.dataset(directory, format="parquet", exclude_invalid_files=False)
     return dataset.scanner(batch_size=65_536, use_threads=True).to_reader()

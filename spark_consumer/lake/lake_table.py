@@ -1,6 +1,6 @@
-"""What the job asks of a lake, whichever engine writes it: tables that keep their position.
+"""The interface between the job and a lake: tables that store their position with their rows.
 
-An engine implements `Lake` and `LakeTable`; nothing above this module knows Delta.
+An engine implements `Lake` and `LakeTable`; no module of the job depends on Delta.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LakePosition:
-    """How far a table has got: part of every commit that changes its rows.
+    """The position of a table: part of every commit that changes its rows.
 
-    The table holds everything stored up to `stream_seq` of the stream created at `stream_created`,
-    and of the messages after it every change whose commit LSN is at most `commit_lsn`.
-    `complete_at` is the LSN of the snapshot that it was loaded from: until the other tables have
-    the changes up to there, the tables are not consistent with each other.
+    The table holds all changes up to `stream_seq` of the stream created at `stream_created`, and
+    of the later messages every change whose commit LSN is at most `commit_lsn`. `complete_at` is
+    the LSN of the snapshot that it was loaded from: the tables are consistent with each other only
+    when all of them have the changes up to there.
     """
 
     source: str
@@ -38,7 +38,7 @@ class LakePosition:
     def moved_to(
         self, stream_seq: int, commit_lsn: int, schema_version: int | None = None
     ) -> LakePosition:
-        """A later position in the same history; neither part ever moves backwards."""
+        """A later position in the same history; neither sequence nor LSN ever decreases."""
         return replace(
             self,
             stream_seq=max(self.stream_seq, stream_seq),
@@ -49,10 +49,11 @@ class LakePosition:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """How given rows change a table with a key.
+    """How to apply rows to a table with a key.
 
-    `columns` maps the table's columns to those of the rows, `keepable` some of them to the flag in
-    the rows that says "keep the table's value". `deleted` is the flag of rows to take out, if any.
+    `columns` maps the table's columns to those of the rows. `keepable` maps some of them to a flag
+    in the rows that means "keep the table's value". `deleted` is the flag of rows to delete, or
+    None.
     """
 
     key: tuple[str, ...]
@@ -63,11 +64,11 @@ class MergePlan:
 
 @dataclass(frozen=True)
 class BagPlan:
-    """How given rows change a table without key, where equal rows are several rows.
+    """How to apply rows to a table without a key, which may hold several equal rows.
 
-    `columns` maps the table's columns to those of the rows; `values` are those columns of the rows
-    by which copies are found, `copies` says how many of them go. `deleted` marks rows that stay in
-    the table though they were deleted: they are no copies.
+    `columns` maps the table's columns to those of the rows. Copies of a row are equal in the
+    columns `values`; the column `copies` has the number of copies to remove. `deleted` marks
+    soft-deleted rows, which stay in the table and do not count as copies.
     """
 
     columns: dict[str, str]
@@ -77,33 +78,33 @@ class BagPlan:
 
 
 class LakeTable(Protocol):
-    """One table of the lake; every writing call is one atomic commit that holds the position.
+    """One table of the lake; every writing call is one atomic commit with the position.
 
-    The columns of given rows count by their place, except where a plan names them.
+    Columns of rows are matched by their order, except where a plan names them.
     """
 
     @property
     def version(self) -> int:
-        """Version of the newest commit known here."""
+        """The version of the newest commit that this object has read."""
 
     @property
     def columns(self) -> pa.Schema:
-        """Names and types, as `column_mapping` has them."""
+        """The names of the columns, and their types as in `column_mapping`."""
 
     def position(self, source: str) -> LakePosition | None:
-        """Where it stands in the history of a source, None if it never took part in it."""
+        """The table's position in the history of a source, None if it has none."""
 
-    def require_untampered(self) -> None:
-        """Raise LakeError if somebody has restored the table since our last commit."""
+    def require_not_restored(self) -> None:
+        """Raise LakeError if the table was restored since this job's last commit."""
 
     def rows(self, spark: SparkSession, names: Mapping[str, str]) -> DataFrame:
-        """The newest version; columns in `names` under the name given there."""
+        """The rows of the newest version; `names` maps columns to their names in the result."""
 
     def load(self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition) -> None:
-        """Make these files, written below the table's root, the whole table."""
+        """Replace the whole table with these files, which are below the table's root."""
 
     def replace(self, rows: DataFrame, columns: pa.Schema, position: LakePosition) -> None:
-        """Make these rows the whole table, with these columns."""
+        """Replace the whole table with these rows and columns."""
 
     def merge(self, rows: DataFrame, plan: MergePlan, position: LakePosition) -> None:
         """Insert, update and delete by key."""
@@ -111,23 +112,23 @@ class LakeTable(Protocol):
     def merge_bag(
         self, added: DataFrame, removed: DataFrame, plan: BagPlan, position: LakePosition
     ) -> None:
-        """Take copies of the removed rows out of a table without key, and add rows."""
+        """Remove copies of rows from a table without a key, and add rows."""
 
     def advance(self, position: LakePosition) -> None:
-        """Move the position alone."""
+        """Commit the position without any rows."""
 
     def evolve(self, columns: pa.Schema, position: LakePosition) -> None:
-        """Append those of the columns that the table does not have; existing rows hold null."""
+        """Add the columns that the table lacks; they are null in existing rows."""
 
-    def tend(self) -> None:
-        """Compact and vacuum if there is enough to do."""
+    def maintain(self) -> None:
+        """Compact and vacuum the table if needed."""
 
 
 class Lake(Protocol):
-    """The tables of one place."""
+    """The tables of one lake."""
 
     def find(self, schema: str, table: str) -> LakeTable | None:
-        """The table, None if there is none; LakeError if something else is in its place."""
+        """The table, None if there is none; LakeError if its directory holds something else."""
 
     def create(
         self,
@@ -137,7 +138,7 @@ class Lake(Protocol):
         columns: pa.Schema,
         position: LakePosition,
     ) -> LakeTable:
-        """Make the table with its first rows, in one commit."""
+        """Create the table with its first rows, in one commit."""
 
     def table_root(self, schema: str, table: str) -> str:
-        """The directory below which the table's data files are written."""
+        """The directory of the table's data files."""

@@ -1,7 +1,7 @@
-"""Data files written by executors: Parquet straight from Arrow, and what the lake must know.
+"""Data files: executors write Parquet from Arrow and return the facts that a commit needs.
 
-Each file has a new name and counts only if its description reaches the driver, so what killed or
-repeated tasks leave behind is in no table.
+Each file has a new name and is committed only if its description reaches the driver, so files of
+killed or repeated tasks are in no table.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DESCRIPTION_DDL: Final = "path STRING, size BIGINT, rows BIGINT, stats STRING"
 
 @dataclass(frozen=True)
 class DataFile:
-    """One finished file: path relative to the table, and its statistics as Delta writes them."""
+    """One finished file: its path relative to the table, and its statistics in Delta's format."""
 
     path: str
     size: int
@@ -42,7 +42,7 @@ class DataFile:
 
 
 class ParquetWriter:
-    """Writes batches of one schema into files of a directory, a new one every million rows."""
+    """Writes batches of one schema to files in a directory, a new file every million rows."""
 
     def __init__(self, root: str, directory: str, schema: pa.Schema) -> None:
         self._root = Path(root)
@@ -57,7 +57,7 @@ class ParquetWriter:
         self.files: list[DataFile] = []
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Add a batch; its columns are those of the schema, in order."""
+        """Add a batch; its columns are in the order of the schema."""
         if not batch.num_rows:
             return
         self._group.append(batch)
@@ -82,7 +82,7 @@ class ParquetWriter:
         self._group, self._group_rows, self._group_bytes = [], 0, 0
 
     def finish(self) -> None:
-        """Close the file under way."""
+        """Close the current file."""
         self._write_group()
         if self._writer is None:
             return
@@ -94,7 +94,7 @@ class ParquetWriter:
         )
 
     def discard(self) -> None:
-        """Close without keeping anything, after an error."""
+        """Close and discard all files, after an error."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -102,7 +102,7 @@ class ParquetWriter:
 
 
 def describe(files: Iterable[DataFile]) -> pa.RecordBatch:
-    """Files as a batch that Spark can bring to the driver."""
+    """The descriptions of files as a batch that Spark returns to the driver."""
     rows = [(one.path, one.size, one.rows, one.stats) for one in files]
     columns = list(zip(*rows, strict=True)) or [(), (), (), ()]
     return pa.RecordBatch.from_arrays(
@@ -114,9 +114,9 @@ def describe(files: Iterable[DataFile]) -> pa.RecordBatch:
 def file_writer(
     root: str, directory: str, schema: pa.Schema
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """A function for `mapInArrow` that writes each partition and gives back its files.
+    """A function for `mapInArrow` that writes each partition and returns its files.
 
-    Columns count by their place; their names are those of the schema.
+    Columns are matched by their order; the files have the names of the schema.
     """
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -135,15 +135,15 @@ def file_writer(
 
 
 def write_files(frame: DataFrame, root: str, directory: str, schema: pa.Schema) -> list[DataFile]:
-    """Have the executors write a DataFrame; the files that belong to it."""
-    # Spark would take a column's name for an expression: `Odd Col.` is none.
+    """Let the executors write a DataFrame, and return its files."""
+    # Spark reads a column's name as an expression, which `Odd Col.` is not.
     plain = frame.toDF(*[f"c{place}" for place in range(len(frame.columns))])
     found = plain.mapInArrow(file_writer(root, directory, schema), DESCRIPTION_DDL).collect()
     return [DataFile(row["path"], row["size"], row["rows"], row["stats"]) for row in found]
 
 
 def file_statistics(path: Path) -> str:
-    """Row count, null counts, and bounds of the columns whose order Delta readers agree on."""
+    """Row count, null counts, and bounds of the columns that all Delta readers order alike."""
     metadata = pq.read_metadata(path)
     least: dict[str, Any] = {}
     greatest: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Spark SQL over the tables of a lake: `python -m spark_consumer.lake.query --lake DIR 'SELECT …'`.
 
 Every table is a view over the Parquet files of its newest version, so that no Delta jars are
-needed; `sales.invoices` is called `sales_invoices`, unless another table is. Each row of a result
-is one line of JSON.
+needed. `sales.invoices` is called `sales_invoices`, unless another table has that name. Each row of
+a result is one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def register_views(spark: SparkSession, lake: str) -> list[str]:
-    """Give every Delta table below the lake's directory a view; their names."""
+    """Create a view for every Delta table of the lake, and return the names of the views."""
     from deltalake import DeltaTable
     from pyspark.sql.types import StructType
 
@@ -33,7 +33,7 @@ def register_views(spark: SparkSession, lake: str) -> list[str]:
     wanted = Counter(root.name.replace(".", "_") for root in roots)
     for root in roots:
         table = DeltaTable(str(root))
-        # Delta writes its schemas as Spark does.
+        # Delta stores its schemas in Spark's JSON format.
         columns = StructType.fromJson(json.loads(table.schema().to_json()))
         files = table.file_uris()
         rows = (
@@ -44,7 +44,7 @@ def register_views(spark: SparkSession, lake: str) -> list[str]:
         name = root.name.replace(".", "_")
         if wanted[name] > 1:
             name = root.name
-        # Quoted: odd characters of a table are written ~XX.
+        # Quoted, because special characters of a table's name are written ~XX.
         rows.createOrReplaceTempView(f"`{name}`")
         names.append(name)
     return names

@@ -1,11 +1,11 @@
-"""What the job records in the lake's `_tailrace` directory, beside the tables.
+"""The records of the job in the lake's `_tailrace` directory.
 
-The manifest says which versions of the tables belong together: tables are committed one after
-another, so their newest versions may be some transactions apart. An entry names one version of
-each, all at the same position of each source.
+The manifest lists consistent versions of the tables: tables are committed one after another, so
+their newest versions may be some transactions apart. An entry names one version of each table, all
+at the same position of each source.
 
-The schema archive holds every schema version, since the KV bucket has only the newest of each
-table. A version is written before the first commit that needs it and never changes.
+The schema archive holds every schema version, because the KV bucket has only the newest of each
+table. A version is written before the first commit that needs it, and never changes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DIGITS: Final = 12
 
 
 @dataclass(frozen=True)
-class SourceMark:
-    """A position of a source: everything up to this commit LSN, nothing after it."""
+class ManifestPosition:
+    """The position of a source: all changes up to this commit LSN and none after it."""
 
     epoch: int
     stream_seq: int
@@ -39,21 +39,21 @@ class SourceMark:
 
 @dataclass(frozen=True)
 class ManifestEntry:
-    """Versions that belong together; `written_at` is in microseconds since 1970."""
+    """Consistent versions of the tables; `written_at` is in microseconds since 1970."""
 
     written_at: int
-    sources: Mapping[str, SourceMark]
+    sources: Mapping[str, ManifestPosition]
     tables: Mapping[str, int]
 
 
 class Manifest:
-    """The entries of one lake, each a file of its own, appended atomically."""
+    """The manifest of one lake: one file per entry, appended atomically."""
 
     def __init__(self, lake_directory: str) -> None:
         self._directory = own_directory(lake_directory) / "manifest"
 
     def append(self, entry: ManifestEntry) -> None:
-        """Add an entry; readers see all of it or nothing. Old ones are dropped."""
+        """Append an entry, which readers see as a whole, and delete the oldest ones."""
         self._directory.mkdir(parents=True, exist_ok=True)
         files = self._files()
         number = int(files[-1].stem) + 1 if files else 1
@@ -84,19 +84,19 @@ def _read(file: Path) -> ManifestEntry:
     document: dict[str, Any] = json.loads(file.read_text())
     return ManifestEntry(
         written_at=int(document["written_at"]),
-        sources={name: SourceMark(**mark) for name, mark in document["sources"].items()},
+        sources={name: ManifestPosition(**mark) for name, mark in document["sources"].items()},
         tables={name: int(version) for name, version in document["tables"].items()},
     )
 
 
 class SchemaArchive:
-    """The versions of each table and epoch, one small file each."""
+    """The schema versions of each table and epoch, one file each."""
 
     def __init__(self, lake_directory: str) -> None:
         self._directory = own_directory(lake_directory) / "schemas"
 
     def keep(self, schema: TableSchema) -> None:
-        """Remember a version."""
+        """Store a version unless it is stored already."""
         target = self._file(schema, schema.epoch, schema.schema_version)
         if target.exists():
             return
@@ -106,7 +106,7 @@ class SchemaArchive:
         temporary.replace(target)
 
     def versions(self, schema: str, table: str, epoch: int) -> dict[int, TableSchema]:
-        """Every version of a table that is remembered."""
+        """All stored versions of a table."""
         directory = self._directory / table_token(schema, table)
         found = {}
         for file in directory.glob(f"{epoch}-*.json"):
@@ -120,7 +120,7 @@ class SchemaArchive:
 
 
 class LakeRecords:
-    """All that the job keeps in the `_tailrace` directory of a lake."""
+    """All files of the job in the `_tailrace` directory of a lake."""
 
     def __init__(self, lake_directory: str) -> None:
         self.manifest = Manifest(lake_directory)
@@ -129,6 +129,6 @@ class LakeRecords:
         self.checkpoints = str(own_directory(lake_directory) / "checkpoint")
 
     def clear_leftovers(self) -> None:
-        """Remove what an earlier run staged; it belongs to no commit."""
+        """Remove the staged files and checkpoints of earlier runs; no commit refers to them."""
         for leftover in (self.staging, self.checkpoints):
             shutil.rmtree(leftover, ignore_errors=True)

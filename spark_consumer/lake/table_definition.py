@@ -1,4 +1,4 @@
-"""The columns a table has in the lake, and how they follow the table's schema versions."""
+"""The columns of a table in the lake, and how new schema versions change them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Change = Literal["none", "add", "rewrite", "rebuild"]
 
 @dataclass(frozen=True)
 class TableOptions:
-    """What the user chose for the tables: the policy for values without a place, own columns."""
+    """The user's options for tables: the policy for unrepresentable values, and added columns."""
 
     unrepresentable: Unrepresentable = "error"
     soft_deletes: bool = False
@@ -35,9 +35,9 @@ class TableOptions:
 
 @dataclass(frozen=True)
 class TableDefinition:
-    """A table as the lake holds it, without the columns that the lake itself adds.
+    """A table in the lake, without the columns that the job adds.
 
-    `key` is empty for a table without key, where equal rows are several rows.
+    `key` is empty for a table without a key, which may hold several equal rows.
     """
 
     schema: str
@@ -47,31 +47,31 @@ class TableDefinition:
 
     @property
     def name(self) -> str:
-        """The table as SQL spells it."""
+        """The table's name as written in SQL."""
         return format_table_name(self.schema, self.table)
 
     @property
     def is_bag(self) -> bool:
-        """Whether rows have no identity beyond their values."""
+        """Whether only all values together identify a row, so that equal rows may occur."""
         return not self.key
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """The columns an UPDATE must name of the old row: the key, else all of them."""
+        """The columns of the old row that an UPDATE must carry: the key, or all without a key."""
         return self.key or tuple(self.columns.names)
 
     @property
     def plain_names(self) -> dict[str, str]:
-        """A plain name for each column, for expressions where any other might mean something."""
+        """A plain name for each column, because Spark parses names in expressions."""
         return {name: f"c{index}" for index, name in enumerate(self.columns.names)}
 
 
 @dataclass(frozen=True)
 class SchemaEvolution:
-    """What a new schema version asks of the lake.
+    """The change that a new schema version needs in the lake.
 
-    add: append columns. rewrite: the table with wider types. rebuild: bootstrap again, because
-    existing rows may hold values that no event tells; `reason` says why.
+    add: add columns. rewrite: rewrite the table with wider types. rebuild: bootstrap it again,
+    because existing rows may hold values that no event carries; `reason` says why.
     """
 
     definition: TableDefinition
@@ -82,7 +82,7 @@ class SchemaEvolution:
 def define(schema: TableSchema, policy: Unrepresentable = "error") -> TableDefinition:
     """The definition of a table that is new to the lake.
 
-    UnsuitableTableError where its rows cannot be told apart or its columns cannot be named.
+    UnsuitableTableError if changes do not identify rows, or if the lake cannot name its columns.
     """
     return TableDefinition(
         schema.schema, schema.table, pa.schema(_all_fields(schema, policy)), row_key(schema)
@@ -92,7 +92,7 @@ def define(schema: TableSchema, policy: Unrepresentable = "error") -> TableDefin
 def row_key(schema: TableSchema) -> tuple[str, ...]:
     """The columns that identify a row, () if only all values together do.
 
-    By a deferrable key a change may mean either of two rows, which only their values tell apart.
+    With a deferrable key two rows may share a key for a moment; only all values identify them.
     """
     has_key = bool(schema.primary_key) and not schema.primary_key_deferrable
     if schema.replica_identity == "full" and not has_key:
@@ -101,21 +101,21 @@ def row_key(schema: TableSchema) -> tuple[str, ...]:
     if not key:
         name = format_table_name(schema.schema, schema.table)
         raise UnsuitableTableError(
-            f"table {name} has no key by which its changes name a row; add a primary key, or run: "
-            f"ALTER TABLE {name} REPLICA IDENTITY FULL"
+            f"table {name} has no key that identifies the rows of its changes; "
+            f"add a primary key, or run: ALTER TABLE {name} REPLICA IDENTITY FULL"
         )
     return key
 
 
 def _all_fields(schema: TableSchema, policy: Unrepresentable) -> list[pa.Field]:
-    """The fields of all columns; UnsuitableTableError where they cannot be named."""
+    """The fields of all columns; UnsuitableTableError if the lake cannot have their names."""
     name = format_table_name(schema.schema, schema.table)
     fields: list[pa.Field] = []
     for column in schema.columns:
         if column.name in (DELETED, SYNCED_AT):
             raise UnsuitableTableError(
-                f"table {name}: column {column.name} has a name that the lake needs for itself; "
-                "leave it out of the publication"
+                f"table {name}: column {column.name} has a name that the job needs for its own "
+                "column; leave it out of the publication"
             )
         fields.extend(_fields(column, policy))
     _require_distinct(name, [field.name for field in fields])
@@ -136,7 +136,7 @@ def _require_distinct(name: str, columns: Sequence[str]) -> None:
         other = seen.setdefault(column.casefold(), column)
         if other != column or columns.count(column) > 1:
             raise UnsuitableTableError(
-                f"table {name}: columns {other!r} and {column!r} cannot be told apart in the lake; "
+                f"table {name}: the lake cannot distinguish columns {other!r} and {column!r}; "
                 "leave one out of the publication"
             )
 
@@ -147,9 +147,9 @@ def evolve(
     after: TableSchema,
     policy: Unrepresentable = "error",
 ) -> SchemaEvolution:
-    """Follow a table from one schema version to another.
+    """The change from one schema version of a table to another.
 
-    SchemaChangeError for what neither adding, widening nor leaving null can follow.
+    SchemaChangeError if neither new columns, wider types nor nulls can represent it.
     """
     key = row_key(after)
     _all_fields(after, policy)
@@ -161,7 +161,7 @@ def evolve(
     if added and known_before - known_after:
         gone = ", ".join(sorted(known_before - known_after))
         new = ", ".join(column.name for column in added)
-        raise _incompatible(definition, f"{gone} gave way to {new}, perhaps renamed")
+        raise _incompatible(definition, f"{gone} was replaced by {new}, perhaps renamed")
     fields = {field.name: field for field in definition.columns}
     change: Change = "none"
     for column in after.columns:
@@ -177,7 +177,7 @@ def evolve(
             if wider is None:
                 raise _incompatible(
                     definition,
-                    f"column {column.name} went from {current.type} to {column.data_type}",
+                    f"column {column.name} changed from {current.type} to {column.data_type}",
                 )
             if wider != current.type:
                 fields[field.name] = pa.field(field.name, wider)
@@ -188,7 +188,7 @@ def evolve(
     )
     again = [column.name for column in added if column.name in definition.columns.names]
     if again:
-        # The lake still has what was dropped.
+        # The lake still holds the values of the dropped column.
         return SchemaEvolution(evolved, "rebuild", f"column {again[0]} was dropped and added again")
     found = compare(before, after)
     if found.effect is Effect.REBUILD:
@@ -204,7 +204,7 @@ def _incompatible(definition: TableDefinition, what: str) -> SchemaChangeError:
 
 
 def lake_columns(definition: TableDefinition, options: TableOptions) -> pa.Schema:
-    """The columns of the table and those that the lake adds."""
+    """The columns of the table and those that the job adds."""
     own = []
     if options.soft_deletes:
         own.append(pa.field(DELETED, pa.bool_()))
@@ -214,7 +214,7 @@ def lake_columns(definition: TableDefinition, options: TableOptions) -> pa.Schem
 
 
 def require_same_options(schema: TableSchema, columns: pa.Schema, options: TableOptions) -> None:
-    """Raise LakeOptionsError unless a table with these columns was made with the same options."""
+    """Raise LakeOptionsError unless a table with these columns was created with these options."""
     name = format_table_name(schema.schema, schema.table)
     own = (
         (DELETED, options.soft_deletes, "--soft-deletes"),
@@ -230,7 +230,7 @@ def require_same_options(schema: TableSchema, columns: pa.Schema, options: Table
     policy = options.unrepresentable
     if row_key(schema) or policy == "error":
         return
-    # Rows without key are found by all they hold, also by the texts of values without a place.
+    # Rows without a key are identified by all their values, texts of unrepresentable ones included.
     for one in schema.columns:
         text = one.name + TEXT_SUFFIX
         if one.name not in columns.names or not can_be_unrepresentable(arrow_type(one)):

@@ -1,6 +1,6 @@
-"""Errors of Spark as one line: out of Java's stack traces, and out of other processes.
+"""Errors of Spark as one line: from Java's stack traces, and from other Python processes.
 
-Spark keeps only the text of what an executor or its reader process raised.
+Spark passes on only the text of an error that an executor or its reader process raised.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _THROWN: Final = re.compile(
 )
 _SLOW_START: Final = "Python worker failed to connect back"
 _PYTHON: Final = "Traceback (most recent call last)"
-_SILENT: Final = "it says nothing"
-_GENERAL: Final = re.compile(
+_NO_OUTPUT: Final = "it printed nothing"
+_UNSPECIFIC: Final = re.compile(
     r"Error: (?:Could not create the Java Virtual Machine|A fatal exception has occurred)"
 )
 
 
 def root_cause(text: str) -> str | None:
-    """The message of the last cause in a Java stack trace; None where there is no such trace.
+    """The message of the last cause in a Java stack trace; None if the text has no stack trace.
 
-    A message without blanks, such as a host's name, says little: its exception's name goes first.
+    A message without blanks, such as a host name, is unclear alone: the exception's name is added.
     """
     found: tuple[str, str] | None = None
     lines = text.splitlines()
@@ -52,7 +52,7 @@ def root_cause(text: str) -> str | None:
 
 
 def _python_error(lines: Sequence[str]) -> str:
-    """The last line of a Python traceback, which Java gives as the message of its exception."""
+    """The last line of a Python traceback that is the message of a Java exception."""
     last = ""
     for line in lines:
         if line.startswith("\tat "):
@@ -62,20 +62,20 @@ def _python_error(lines: Sequence[str]) -> str:
 
 
 def start_failure(lines: Sequence[str]) -> str:
-    """Why Java ended at once, from what it printed."""
+    """The reason why Java did not start, from its output."""
     cause = root_cause("\n".join(lines))
     if cause is not None:
         return cause
-    spoken = [line.strip() for line in lines if line.strip()]
-    telling = [line for line in spoken if _GENERAL.match(line) is None]
-    return next(iter(telling or spoken), _SILENT)
+    printed = [line.strip() for line in lines if line.strip()]
+    specific = [line for line in printed if _UNSPECIFIC.match(line) is None]
+    return next(iter(specific or printed), _NO_OUTPUT)
 
 
 _RAISED: Final = re.compile(r"^(?:consumer_sdk|spark_consumer)\.errors\.(\w+): (.+)$", re.MULTILINE)
 
 
-def restored(error: BaseException) -> BaseException:
-    """The error that an executor or Spark's reader process raised; else the error given."""
+def original_error(error: BaseException) -> BaseException:
+    """The CdcError that an executor or Spark's reader process raised; otherwise the error given."""
     if isinstance(error, CdcError):
         return error
     found = _RAISED.findall(str(error))
@@ -91,14 +91,14 @@ def restored(error: BaseException) -> BaseException:
 
 
 class SlowStartError(SparkConsumerError):
-    """Spark gave its reader process ten seconds to start; a busy machine may need longer."""
+    """Spark's reader process did not start within ten seconds, as on a busy machine."""
 
 
-def explained(error: BaseException) -> BaseException:
-    """The error as the operator should see it: as it was raised, or Spark's cause in one line."""
+def explain(error: BaseException) -> BaseException:
+    """The error to report: the one originally raised, or Spark's cause in one line."""
     from py4j.protocol import Py4JNetworkError
 
-    original = restored(error)
+    original = original_error(error)
     if isinstance(original, CdcError) or not isinstance(original, Exception):
         return original
     if isinstance(original, (Py4JNetworkError, ConnectionError)):
@@ -107,7 +107,7 @@ def explained(error: BaseException) -> BaseException:
     if _SLOW_START in text:
         return SlowStartError("Spark's Python processes do not start in time; is the machine busy?")
     if isinstance(original, OSError):
-        return SparkConsumerError(f"the lake cannot be kept: {original}")
+        return SparkConsumerError(f"the lake cannot be read or written: {original}")
     lines = [line for line in text.strip().splitlines() if line.strip()]
     reason = root_cause(text) or (lines[-1] if lines else type(original).__name__)
     return SparkConsumerError(f"Spark failed: {reason}")

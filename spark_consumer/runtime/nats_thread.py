@@ -1,4 +1,4 @@
-"""A connection to NATS for code without an event loop, kept alive by a thread of its own."""
+"""A NATS connection for code without an event loop; a thread runs the loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class NatsThread:
-    """Runs coroutines on one client; closing it ends the thread and the connection."""
+    """Runs coroutines with one client; `close` ends the connection and the thread."""
 
     def __init__(self, settings: NatsSettings, timeout: float = 10.0) -> None:
         self.settings = settings
@@ -31,12 +31,12 @@ class NatsThread:
             self._loop.stop()
             raise
 
-    def run(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
-        """Wait for the answer of one coroutine."""
-        return self._loop.run(ask(self.client))
+    def run(self, call: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+        """Run one coroutine and return its result."""
+        return self._loop.run(call(self.client))
 
     def iterate(self, items: AsyncGenerator[T, None]) -> BlockingStream[T]:
-        """An iterator over what a generator of the client yields; to be closed."""
+        """Iterate over an asynchronous generator of the client; the caller closes the iterator."""
         return BlockingStream(items, self._loop)
 
     def close(self) -> None:

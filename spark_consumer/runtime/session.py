@@ -1,4 +1,4 @@
-"""The Spark session of the job, with the settings its results depend on."""
+"""The Spark session of the job, with the settings that its results depend on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from consumer_sdk.transport.holds import hold
 from spark_consumer.errors import SetupError
 from spark_consumer.runtime.failures import root_cause
-from spark_consumer.runtime.java import JavaProcess, known_gateway, prepare_java
+from spark_consumer.runtime.java import JavaProcess, gateway_environment, prepare_java
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,11 +34,11 @@ _SETTINGS: Final = {
     "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
     "spark.sql.parquet.compression.codec": "snappy",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
-    # A row may be a message of up to a megabyte: thousands of those at a time do not fit a heap.
+    # A row may be a message of up to a megabyte: thousands at a time would not fit into the heap.
     "spark.sql.execution.arrow.maxBytesPerBatch": str(16 * 1024 * 1024),
     "spark.sql.inMemoryColumnarStorage.batchSize": "64",
     "spark.ui.showConsoleProgress": "false",
-    # The positions are in the tables; Spark's own checkpoint is not used after the run.
+    # The tables hold the positions; Spark's checkpoint is not used after the run.
     "spark.sql.streaming.minBatchesToRetain": "2",
     "spark.sql.streaming.stopTimeout": "60000",
 }
@@ -50,9 +50,9 @@ def open_session(
     options: Mapping[str, str] | None = None,
     java: JavaProcess | None = None,
 ) -> SparkSession:
-    """Start Spark, or join the session that exists; `options` are Spark settings.
+    """Start Spark, or use the existing session; `options` are Spark settings.
 
-    A caller who may want to end Java while it starts gives the `java` to use.
+    Pass `java` to be able to end the Java process while it starts.
     """
     try:
         from pyspark import SparkContext
@@ -63,7 +63,7 @@ def open_session(
     if java_home is not None:
         os.environ["JAVA_HOME"] = java_home
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    # Spark would announce its own address by a name that may not resolve.
+    # Otherwise Spark would announce its address by a host name that may not resolve.
     local = master is not None and master.startswith("local")
     if local:
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
@@ -73,20 +73,20 @@ def open_session(
     builder = SparkSession.builder
     for key, value in settings.items():
         builder = builder.config(key, value)
-    if SparkContext._gateway is not None or _elsewhere():
-        return _opened(builder)
+    if SparkContext._gateway is not None or _runs_already():
+        return _get_session(builder)
     java = java or JavaProcess()
     if logger.isEnabledFor(logging.DEBUG):
-        java.pass_output_on()
-    with known_gateway(*java.start(settings)):
+        java.forward_output()
+    with gateway_environment(*java.start(settings)):
         hold("spark-before-session")
-        session = _opened(builder)
-    java.pass_output_on()
+        session = _get_session(builder)
+    java.forward_output()
     return session
 
 
 def _settings(options: Mapping[str, str], *, local: bool) -> dict[str, str]:
-    """The options, with what they leave open; Java options are added to those given."""
+    """The options over the defaults; given Java options follow those of this package."""
     settings = dict(_SETTINGS)
     if local:
         settings["spark.sql.shuffle.partitions"] = str(max(2, os.cpu_count() or 2))
@@ -100,15 +100,15 @@ def _settings(options: Mapping[str, str], *, local: bool) -> dict[str, str]:
     return settings
 
 
-def _elsewhere() -> bool:
-    """Whether Spark runs already, started by spark-submit or as a server to connect to."""
+def _runs_already() -> bool:
+    """Whether spark-submit has started Java, or Spark is a server to connect to."""
     return any(name in os.environ for name in ("PYSPARK_GATEWAY_PORT", "SPARK_REMOTE"))
 
 
-def _opened(builder: SparkSession.Builder) -> SparkSession:
+def _get_session(builder: SparkSession.Builder) -> SparkSession:
     try:
         session = builder.getOrCreate()
-        # Spark checks the settings of SQL at its first use.
+        # Spark checks its SQL settings only when they are first used.
         session.conf.get("spark.sql.session.timeZone")
         return session
     except Exception as error:

@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM while work goes on in a thread; the main thread only waits for them.
+"""SIGINT and SIGTERM: the work runs in a thread, and the main thread only waits for signals.
 
-Python would raise KeyboardInterrupt wherever the main thread is, also in the middle of a call to
-Java, whose answer would then stay unread.
+Python raises KeyboardInterrupt wherever the main thread is. In the middle of a call to Java, the
+answer would then stay unread.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-_LEAVE_SECONDS: Final = 2.0
+_JOIN_SECONDS: Final = 2.0
 _DONE: Final = b"\0"
 
 
 class Interrupted(Exception):
-    """A signal ended the work before it was done; `exit_code` is 128 and its number."""
+    """A signal ended the work before it was done; `exit_code` is 128 + the signal number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -35,11 +35,11 @@ class Interrupted(Exception):
 def run_interruptible(
     work: Callable[[], T], stop: Callable[[], bool], kill: Callable[[], None]
 ) -> T:
-    """Run work in a thread; return what it returns, raise what it raises.
+    """Run `work` in a thread; return what it returns, raise what it raises.
 
-    The first signal calls `stop`, which lets the work end in good order and returns True, or
-    returns False. After False, and at the second signal, `kill` ends what the work depends on and
-    Interrupted is raised.
+    The first signal calls `stop`, which returns True if the work will now end gracefully. If it
+    returns False, and at the second signal, `kill` ends what the work depends on and Interrupted
+    is raised.
     """
     results: list[T] = []
     failures: list[BaseException] = []
@@ -65,7 +65,7 @@ def run_interruptible(
                 continue
             _silence_errors()
             kill()
-            thread.join(_LEAVE_SECONDS)
+            thread.join(_JOIN_SECONDS)
             raise Interrupted(number)
     thread.join()
     if failures:
@@ -75,11 +75,11 @@ def run_interruptible(
 
 @contextmanager
 def _signals_as_bytes() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Two ends of a pipe; the number of every signal is written into the first.
+    """The two ends of a socket pair; the number of every signal is written to the first.
 
-    The system may deliver a signal to any thread, often the second of two in a row. Python's
-    handlers run in the main thread only, which would not wake up for it; the descriptor is written
-    at once by the thread that has the signal.
+    The system may deliver a signal to any thread. Python's handlers run in the main thread only,
+    and a signal in another thread does not wake it up. The thread that gets the signal writes to
+    the descriptor at once.
     """
     writing_end, reading_end = socket.socketpair()
     with writing_end, reading_end:
@@ -87,7 +87,7 @@ def _signals_as_bytes() -> Iterator[tuple[socket.socket, socket.socket]]:
         if threading.current_thread() is not threading.main_thread():
             yield writing_end, reading_end
             return
-        before = {number: signal.signal(number, _to_the_descriptor) for number in _SIGNALS}
+        before = {number: signal.signal(number, _do_nothing) for number in _SIGNALS}
         descriptor = signal.set_wakeup_fd(writing_end.fileno(), warn_on_full_buffer=False)
         try:
             yield writing_end, reading_end
@@ -97,11 +97,11 @@ def _signals_as_bytes() -> Iterator[tuple[socket.socket, socket.socket]]:
                 signal.signal(number, handler)
 
 
-def _to_the_descriptor(_number: int, _frame: FrameType | None) -> None:
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: Python writes to the descriptor only for signals that have a handler."""
 
 
 def _silence_errors() -> None:
-    """Say nothing of errors in other threads: they come from the end that was asked for."""
+    """Hide the errors of other threads: the requested end causes them."""
     logging.disable(logging.CRITICAL)
     threading.excepthook = lambda _: None

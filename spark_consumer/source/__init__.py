@@ -1,1 +1,1 @@
-"""Spark's data sources over the streams CDC and INIT."""
+"""Spark data sources that read the streams CDC and INIT."""

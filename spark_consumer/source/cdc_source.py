@@ -1,7 +1,7 @@
 """`format("nats_cdc")`: the change stream as a Spark source, batch and streaming.
 
-An offset is a stream sequence for each source, and the stream's creation time. Batches end where no
-transaction is under way. Nothing is acknowledged: the sink keeps the position.
+An offset holds a stream sequence for each source, and the stream's creation time. Batches end where
+no transaction is open. Messages are not acknowledged: the sink stores the position.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class MessageRange(InputPartition):
 
 @dataclass
 class BatchMark(InputPartition):
-    """One row that tells the sink which range the batch covers."""
+    """One row with the range of the batch, for the sink."""
 
     document: str
 
 
 class CdcSource(DataSource):
-    """Events of some tables, or of all; see `CdcOptions` for the options."""
+    """Events of the given tables, or of all; see `CdcOptions` for the options."""
 
     @classmethod
     def name(cls) -> str:
@@ -112,7 +112,7 @@ def _typed_table(options: CdcOptions) -> TableSchema | None:
 
 
 async def _sources(client: Client, options: CdcOptions) -> dict[str, list[TableSchema]]:
-    """The tables wanted, by the source that publishes them."""
+    """The requested tables, by the source that publishes them."""
     schemas = await client.tables()
     if options.tables:
         known = {(one.schema, one.table): one for one in schemas}
@@ -131,7 +131,7 @@ def _subjects(names: Subjects, tables: Sequence[TableSchema]) -> tuple[str, ...]
 
 
 class _RangeReader:
-    """What both readers share: the driver plans ranges of messages, executors read them."""
+    """Common base of both readers: the driver plans ranges of messages, executors read them."""
 
     def __init__(self, options: CdcOptions, table: TableSchema | None = None) -> None:
         self.options = options
@@ -164,7 +164,7 @@ class _RangeReader:
         end: Mapping[str, int],
         created: int,
     ) -> list[InputPartition]:
-        """Even slices of what each source has between two offsets."""
+        """Partitions of about equal size for the messages of each source between two offsets."""
         names = Subjects(self.options.settings.prefix)
         found: list[InputPartition] = []
         for source, tables in sources.items():
@@ -184,7 +184,7 @@ class _RangeReader:
 
 
 class CdcBatchReader(_RangeReader, DataSourceReader):
-    """What the stream holds now, or between two sequences."""
+    """Reads everything that the stream holds now, or the messages between two sequences."""
 
     def partitions(self) -> Sequence[InputPartition]:
         with NatsThread(self.options.settings) as nats:
@@ -198,7 +198,7 @@ class CdcBatchReader(_RangeReader, DataSourceReader):
 
 
 class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Follows the stream; runs in a process beside the driver, `read` in executors."""
+    """Follows the stream; runs in a Python process beside the driver, and `read` in executors."""
 
     def __init__(self, options: CdcOptions, table: TableSchema | None = None) -> None:
         super().__init__(options, table)
@@ -210,7 +210,7 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
         self._target: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # All that executors need.
+        # Executors need only these.
         return {"options": self.options, "table": self.table}
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
@@ -219,7 +219,7 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
         for source, ends in self._ends.items():
             first[source] = self.options.range.first_after(bounds, source)
             if self.options.range.start.word == "latest":
-                # Not in the middle of a transaction.
+                # The first batch must not begin in the middle of a transaction.
                 first[source] = self._run(ends.find(bounds.first - 1, bounds.last, bounds.last))
         return self._offset(first)
 
@@ -280,13 +280,13 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
         if self._tables_found_at is None or (
             not self.options.tables and self._tables_found_at != bounds.last
         ):
-            # After the bounds: the schema of a table is stored before its first row.
+            # Read after the bounds, because the schema of a table is stored before its first row.
             self._find_tables()
             self._tables_found_at = bounds.last
         return bounds
 
     def _find_tables(self) -> None:
-        """Find the tables wanted; those no longer published stay: the stream has their rows."""
+        """Find the requested tables; keep unpublished ones, as the stream has their rows."""
         assert self._nats is not None
         for source, tables in self._nats.run(lambda client: _sources(client, self.options)).items():
             known = {(one.schema, one.table): one for one in self._sources.get(source, ())}
@@ -310,7 +310,7 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
     def _after(self, offset: dict[str, Any], source: str, bounds: LogBounds) -> int:
         after = offset["sequences"].get(source)
         if after is None and self.options.range.start.word == "latest":
-            # A new source: it has stored nothing before the position of the others.
+            # A new source has stored nothing before the position of the other sources.
             after = min(offset["sequences"].values(), default=None)
         if after is None:
             return self.options.range.first_after(bounds, source)

@@ -1,7 +1,8 @@
 """Messages of the change stream as rows of Arrow batches, in the three forms of `nats_cdc`.
 
-`message` is the quickest: payloads as stored, decompressed, with wide rows filled in, so that they
-can be decoded later without NATS. `envelope` has rows as JSON text, `typed` the columns of a table.
+`message` is the fastest: payloads as stored, but decompressed and with wide rows included, so that
+they can be decoded later without NATS. `envelope` has the data as JSON text, `typed` has the
+columns of one table.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def read_messages(
     created: int | None,
     timeout: float = 60.0,
 ) -> Iterator[pa.RecordBatch]:
-    """The messages of one source stored at [first, end); the connection ends with the iteration."""
+    """The messages of one source at sequences [first, end); the iterator owns its connection."""
     with NatsThread(settings, timeout) as nats:
         messages = nats.client.log().read_raw(
             first, end, subjects, created=created, max_batch=BATCH_ROWS, timeout=timeout
@@ -132,12 +133,12 @@ Numbered = tuple[int, Event]
 
 
 def typed_schema(definition: TableDefinition) -> pa.Schema:
-    """The columns of one table behind those that tell what happened."""
+    """The columns that describe a change, followed by the columns of the table."""
     return pa.schema([*_HEAD, *definition.columns])
 
 
 def envelope_batches(messages: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Row changes, truncates and schema notices, each a row with its data as JSON text."""
+    """Row changes, truncates and schema messages, one row each, with the data as JSON text."""
     for batch in messages:
         rows = [
             _envelope(stream_seq, event)
@@ -158,7 +159,7 @@ def envelope_batches(messages: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBa
 def typed_batches(
     messages: Iterator[pa.RecordBatch], schema: TableSchema, policy: Unrepresentable
 ) -> Iterator[pa.RecordBatch]:
-    """Row changes and truncates of one table, with its columns as they are in `schema`."""
+    """Row changes and truncates of one table, with the columns of `schema`."""
     definition = define(schema, policy)
     writer = RowWriter(definition, schema, policy)
     for batch in messages:
@@ -214,7 +215,9 @@ def _events(batch: pa.RecordBatch) -> Iterator[tuple[int, Event, str]]:
         for event in events:
             numbers = event.epoch | event.commit_lsn | event.seq | event.xid | event.schema_version
             if numbers >> 63:
-                raise damaged_message(stream_seq, WireError("a number is beyond what a long holds"))
+                raise damaged_message(
+                    stream_seq, WireError("a number is too large for a 64-bit integer")
+                )
             yield stream_seq, event, kind
 
 

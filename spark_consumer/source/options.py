@@ -1,7 +1,7 @@
 """Options of the data sources `nats_cdc` and `nats_snapshot`.
 
-What is not given comes from the environment of the driver, as for every other reader; secrets never
-stand in options, since Spark shows those.
+Missing options are taken from the environment of the driver, as in every other reader. Options
+never hold secrets, because Spark shows them.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ _NAME_PART: Final = re.compile(r'(?:[^",]|"(?:[^"]|"")*")+')
 
 
 def split_tables(text: str) -> tuple[tuple[str, str], ...]:
-    """`a, sales.b, "Odd, one"` as pairs of schema and table; commas within quotes count as text."""
+    """`a, sales.b, "Odd, one"` as pairs of schema and table; quotes may contain commas."""
     names = [part.strip() for part in _NAME_PART.findall(text)]
     return tuple(dict.fromkeys(resolve_table(name) for name in names if name))
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where reading begins: a word, or the last sequence that is not wanted, of each source."""
+    """Where reading begins: `earliest`, `latest`, or after a sequence, one or one per source."""
 
     word: Literal["earliest", "latest"] | None = None
     after: int | None = None
     by_source: tuple[tuple[str, int], ...] = ()
 
     def sequence(self, source: str) -> int | None:
-        """The sequence after which a source is read, None where a word says it."""
+        """The sequence after which a source is read; None for `earliest` and `latest`."""
         return dict(self.by_source).get(source, self.after)
 
 
 @dataclass(frozen=True)
 class StreamRange:
-    """Which messages are wanted: up to `end`, or to the last one, of the stream `created` then."""
+    """The messages to read: from `start` to `end` or the last one, of the stream `created` then."""
 
     start: Start
     end: int | None
@@ -70,7 +70,7 @@ class StreamRange:
     fail_on_data_loss: bool
 
     def first_after(self, bounds: StreamBounds, source: str) -> int:
-        """The sequence after which a source is read; GapError if what follows is not stored."""
+        """The sequence after which a source is read; GapError if the next one is not stored."""
         require_same_stream(bounds, (self.start.after or 0) + 1, self.created)
         after = self.start.sequence(source)
         if after is None:
@@ -78,10 +78,10 @@ class StreamRange:
         return self.continued_after(bounds, after)
 
     def continued_after(self, bounds: StreamBounds, after: int) -> int:
-        """`after`, or with failOnDataLoss=false the sequence before the first one stored."""
+        """`after`, or if messages are lost and failOnDataLoss=false, the last lost sequence."""
         is_trimmed = find_break(bounds, after + 1) is StreamBreak.TRIMMED
         if is_trimmed and not self.fail_on_data_loss:
-            # Spark's reader process shows the event alone, without fields.
+            # Spark's reader process prints only the event of a log line, without its fields.
             lost = f"messages {after + 1} to {bounds.first - 1} are lost"
             event(logger, lost, level=logging.WARNING)
             return bounds.first - 1
@@ -91,7 +91,7 @@ class StreamRange:
 
 @dataclass(frozen=True)
 class CdcOptions:
-    """What `spark.readStream.format("nats_cdc")` was told."""
+    """The options of `spark.readStream.format("nats_cdc")`."""
 
     settings: NatsSettings
     tables: tuple[tuple[str, str], ...]
@@ -103,7 +103,7 @@ class CdcOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> CdcOptions:
-        """Read the options; UsageError names the one that cannot work."""
+        """Read the options; UsageError names an invalid one."""
         form = options.get("form", "envelope")
         if form not in FORMS:
             raise UsageError(f"option form is {form!r}; there are {', '.join(FORMS)}")
@@ -133,7 +133,7 @@ class CdcOptions:
 
 @dataclass(frozen=True)
 class SnapshotOptions:
-    """What `spark.read.format("nats_snapshot")` was told."""
+    """The options of `spark.read.format("nats_snapshot")`."""
 
     settings: NatsSettings
     table: tuple[str, str]
@@ -143,7 +143,7 @@ class SnapshotOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> SnapshotOptions:
-        """Read the options; UsageError names the one that cannot work."""
+        """Read the options; UsageError names an invalid one."""
         tables = split_tables(options.get("table") or options.get("tables") or "")
         if len(tables) != 1:
             raise UsageError("nats_snapshot needs exactly one table in option table")

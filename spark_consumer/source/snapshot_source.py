@@ -45,9 +45,10 @@ async def take_snapshot(
     fresh: bool = False,
     progress: Callable[[SnapshotProgress], None] | None = None,
 ) -> tuple[SnapshotMeta, TableSchema]:
-    """A complete snapshot and the schema that its rows have.
+    """Request a snapshot, wait for it, and return its meta and the schema of its rows.
 
-    Arrow chunks, or after a first failure the bridge's own format: it may lack pyarrow.
+    Chunks are requested as Arrow; after a failure, in the default format, because the bridge may
+    lack pyarrow.
     """
     chunk_format: str | None = "arrow"
     for _ in range(_ATTEMPTS):
@@ -68,7 +69,7 @@ async def take_snapshot(
 
 
 def split_chunks(count: int, parts: int) -> list[range]:
-    """Chunk numbers in contiguous runs of about the same length."""
+    """Contiguous ranges of chunk numbers, of about equal length."""
     parts = max(1, min(parts, count))
     cuts = [count * index // parts for index in range(parts + 1)]
     return [range(low, high) for low, high in pairwise(cuts) if low < high]
@@ -76,7 +77,7 @@ def split_chunks(count: int, parts: int) -> list[range]:
 
 @dataclass
 class ChunkRange(InputPartition):
-    """Some chunks of one snapshot."""
+    """The chunks [first, end) of one snapshot."""
 
     meta: SnapshotMeta
     schema: TableSchema
@@ -85,7 +86,7 @@ class ChunkRange(InputPartition):
 
 
 class SnapshotSource(DataSource):
-    """One table; see `SnapshotOptions` for the options."""
+    """A snapshot of one table; see `SnapshotOptions` for the options."""
 
     @classmethod
     def name(cls) -> str:
@@ -128,9 +129,9 @@ class SnapshotReader(DataSourceReader):
 
 
 class ChunkDecoder:
-    """Turns the chunks of one snapshot into batches of the columns that the lake has.
+    """Converts the chunks of one snapshot to batches of the lake's columns.
 
-    `key` names the columns by which rows will be found, if they will.
+    `key` names the columns that identify rows in the lake; a reader that needs none gives ().
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class ChunkDecoder:
         self._writer = RowWriter(definition, schema, policy, key)
 
     def decode(self, chunk: ChunkRows | ArrowChunk) -> pa.RecordBatch:
-        """A batch from a chunk as it was written."""
+        """Convert a chunk of either format."""
         if isinstance(chunk, ChunkRows):
             return self.from_rows(chunk)
         try:
@@ -153,7 +154,7 @@ class ChunkDecoder:
             raise CorruptData(f"chunk {chunk.number}: damaged Arrow chunk: {error!r}") from error
 
     def from_rows(self, chunk: ChunkRows) -> pa.RecordBatch:
-        """A batch from rows."""
+        """Convert a chunk of rows."""
         wanted = self._writer.writers.keys()
         if not all(wanted <= row.keys() for row in chunk):
             raise CorruptData(f"a chunk of table {self._definition.name} does not have its columns")
@@ -169,7 +170,7 @@ class ChunkDecoder:
         return self._batch(arrays, len(chunk))
 
     def from_arrow(self, batch: pa.RecordBatch, odd: dict[str, dict[str, Any]]) -> pa.RecordBatch:
-        """A batch from an Arrow chunk; `odd` holds what its columns cannot."""
+        """Convert an Arrow chunk; `odd` has the values that its columns cannot represent."""
         arrays: dict[str, pa.Array] = {}
 
         def describe(index: int) -> str:
@@ -185,17 +186,17 @@ class ChunkDecoder:
                 if texts is not None:
                     arrays[name + TEXT_SUFFIX] = texts
             arrays[name] = array
-            strange = odd.get(name)
-            if not strange:
+            outliers = odd.get(name)
+            if not outliers:
                 continue
             if writer.policy == "error":
-                row, value = next(iter(strange.items()))
+                row, value = next(iter(outliers.items()))
                 raise writer.refused(value, describe(int(row)))
             if writer.policy == "text":
-                kept: list[str | None] = [None] * batch.num_rows
-                for row, value in strange.items():
-                    kept[int(row)] = wire_text(value)
-                arrays[name + TEXT_SUFFIX] = pa.array(kept, pa.string())
+                as_text: list[str | None] = [None] * batch.num_rows
+                for row, value in outliers.items():
+                    as_text[int(row)] = wire_text(value)
+                arrays[name + TEXT_SUFFIX] = pa.array(as_text, pa.string())
         return self._batch(arrays, batch.num_rows)
 
     def _batch(self, arrays: dict[str, pa.Array], count: int) -> pa.RecordBatch:
@@ -219,7 +220,7 @@ def read_chunks(
     decoder: ChunkDecoder,
     timeout: float = 60.0,
 ) -> Iterator[tuple[int, str, pa.RecordBatch]]:
-    """Number, sha256 and rows of some chunks, each verified; own connection, closed at the end."""
+    """Number, sha256 and rows of the given chunks, verified; the iterator owns its connection."""
     with NatsThread(settings, timeout) as nats:
         snapshot = Snapshot(nats.client.deployment, meta, reused=True)
         for number in numbers:

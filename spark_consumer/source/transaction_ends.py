@@ -1,4 +1,4 @@
-"""Where a batch may end: at a sequence at which no transaction of the source is under way."""
+"""Where a batch may end: at a sequence where no transaction of the source is open."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
     ReadRange = Callable[[int, int], AsyncGenerator[list[Stored], None]]
 
-_FIRST_LOOK: Final = 256
+_FIRST_SPAN: Final = 256
 _GROWTH: Final = 8
 _CHANGES: Final = frozenset({"INSERT", "UPDATE", "DELETE", "TRUNCATE"})
 
 
 class BatchEnds:
-    """Finds batch ends of one source, whose events `read(first, end)` gives.
+    """Finds the ends of batches of one source; `read(first, end)` returns its events.
 
-    Remembers how far a long transaction has been read, so that it is not read again each time its
-    end is looked for.
+    It remembers how far a long transaction has been read, so that each search for its end reads
+    only new messages.
     """
 
     def __init__(self, read: ReadRange) -> None:
@@ -31,11 +31,11 @@ class BatchEnds:
         self.rows_per_message = 1.0
 
     async def find(self, after: int, goal: int, last: int) -> int:
-        """The end of a batch that begins after `after`, the end of the batch before.
+        """The end of a batch that begins after `after`, the end of the previous batch.
 
-        It is the last place up to `goal` where no transaction is under way. If one transaction
-        reaches from `after` beyond the goal, it is the end of that one, or `after` itself if the
-        end is not stored at sequences up to `last` yet.
+        This is the last sequence up to `goal` where no transaction is open. If one transaction
+        extends from `after` beyond the goal, it is the end of that transaction, or `after` if that
+        end is not yet stored at a sequence up to `last`.
         """
         if goal <= after:
             return after
@@ -49,7 +49,7 @@ class BatchEnds:
 
     async def _backward(self, after: int, goal: int, *, under_way: bool) -> int | None:
         end = goal + 1
-        span = _FIRST_LOOK
+        span = _FIRST_SPAN
         while end > after + 1:
             first = max(after + 1, end - span)
             ended_at, more = await self._last_end(first, end)
@@ -61,7 +61,7 @@ class BatchEnds:
         return None if under_way else goal
 
     async def _last_end(self, first: int, end: int) -> tuple[int | None, bool]:
-        """Where the last transaction in a range ends, and whether changes follow it there."""
+        """Where the last transaction in a range ends, and whether changes follow in the range."""
         ended_at: int | None = None
         more = False
         rows = messages = previous = 0

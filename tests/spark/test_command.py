@@ -16,7 +16,7 @@ from deltalake import DeltaTable, write_deltalake
 from consumer_sdk.errors import GapError
 from spark_consumer import cli
 from spark_consumer.errors import LakeBusyError, SetupError
-from spark_consumer.lake.directory import lake_directory, sole_job
+from spark_consumer.lake.directory import lake_directory, lake_lock
 from spark_consumer.lake.embedded import EmbeddedDeltaLake
 from spark_consumer.lake.lake_table import LakePosition
 from spark_consumer.runtime import java
@@ -319,15 +319,15 @@ def test_a_lake_that_is_no_directory_or_kept_by_another_job_is_refused(tmp_path:
     file.touch()
     with (
         pytest.raises(SetupError, match=r"file cannot be written: Not a directory"),
-        sole_job(str(file)),
+        lake_lock(str(file)),
     ):
         pass
     lake = str(tmp_path / "lake")
     with (
-        sole_job(lake),
+        lake_lock(lake),
         pytest.raises(LakeBusyError, match="another spark-consumer keeps the lake"),
-        sole_job(lake),
+        lake_lock(lake),
     ):
         pass
-    with sole_job(lake):
+    with lake_lock(lake):
         pass

@@ -129,7 +129,7 @@ def test_the_whole_table_is_replaced_with_other_columns(table: DeltaLog) -> None
 def test_the_position_survives_compaction_and_log_checkpoints(table: DeltaLog) -> None:
     for sequence in range(11, 41):
         table.exchange((), files(table.root, (sequence, "x", None)), START.moved_to(sequence, 0))
-    table.tend()
+    table.maintain()
     raw = DeltaTable(table.root)
     assert len(raw.file_uris()) < 10
     raw.create_checkpoint()
@@ -144,7 +144,7 @@ def test_the_first_batch_of_a_short_run_compacts_what_others_have_left(
     table.exchange((), written, START.moved_to(40, 0))
     found = lake.find("public", "users")
     assert found is not None
-    found.tend()
+    found.maintain()
     assert len(found.log.data_files()) < 10
     assert len(rows_of(found.log)) == 33
 
@@ -156,12 +156,12 @@ def test_a_vacuum_now_and_then_takes_what_no_version_needs(
     left_over = Path(table.root, files(table.root, (9, "left over", None))[0].path)
     fresh = Path(table.root, files(table.root, (9, "under way", None))[0].path)
     os.utime(left_over, (long_ago, long_ago))
-    table.tend()
+    table.maintain()
     assert left_over.exists()
     os.utime(Path(table.root, "_vacuumed"), (long_ago, long_ago))
     found = lake.find("public", "users")
     assert found is not None
-    found.tend()
+    found.maintain()
     assert not left_over.exists()
     assert fresh.exists()
     assert rows_of(found.log) == [(1, "a", ["x"]), (2, "b", None), (3, "c", [])]
@@ -169,23 +169,23 @@ def test_a_vacuum_now_and_then_takes_what_no_version_needs(
     version = found.version
     again = lake.find("public", "users")
     assert again is not None
-    again.tend()
+    again.maintain()
     assert again.version == version
-    again.require_untampered()
+    again.require_not_restored()
 
 
 def test_a_restore_is_noticed(lake: EmbeddedDeltaLake, table: DeltaLog) -> None:
     table.exchange((), files(table.root, (7, "g", None)), START.moved_to(11, 0))
-    table.require_untampered()
+    table.require_not_restored()
     raw = DeltaTable(table.root)
     raw.restore(0)
     raw.optimize.compact()
     with pytest.raises(LakeError, match="users was restored"):
-        table.require_untampered()
+        table.require_not_restored()
     found = lake.find("public", "users")
     assert found is not None
     with pytest.raises(LakeError, match="--rebootstrap"):
-        found.require_untampered()
+        found.require_not_restored()
 
 
 def test_maintenance_by_others_is_no_tampering(table: DeltaLog) -> None:
@@ -193,7 +193,7 @@ def test_maintenance_by_others_is_no_tampering(table: DeltaLog) -> None:
     raw = DeltaTable(table.root)
     raw.optimize.compact()
     raw.vacuum(dry_run=False)
-    table.require_untampered()
+    table.require_not_restored()
 
 
 def test_files_optimized_by_others_meanwhile_are_never_left_beside_new_ones(
@@ -211,10 +211,10 @@ def test_files_optimized_by_others_meanwhile_are_never_left_beside_new_ones(
         lambda: table.merge(staged((1, "z", None, False, False)), PLAN, there),
         lambda: table.add_columns([pa.field("later", pa.int32())], there),
     ):
-        with pytest.raises(LakeConflictError, match="users is being written by somebody else"):
+        with pytest.raises(LakeConflictError, match="users is being written by another process"):
             write()
     assert [row[0] for row in rows_of(table)] == [1, 2, 3, 4]
-    table.require_untampered()
+    table.require_not_restored()
     table.replace(new, COLUMNS, there)
     assert rows_of(table) == [(7, "g", None)]
 

@@ -66,7 +66,7 @@ def test_a_trimmed_stream_stops_the_job_or_rebuilds_the_table(
 ) -> None:
     version = lake_table(jobs.lake, "users").version()
     with_nats(lambda client: client.jsm().purge_stream(Subjects(prefix).cdc_stream))
-    with pytest.raises(GapError, match="position of table users was trimmed or purged"):
+    with pytest.raises(GapError, match="position of table users were trimmed or purged"):
         jobs.once("users")
     assert lake_table(jobs.lake, "users").version() == version
     jobs.once("users", rebootstrap=True)

@@ -57,7 +57,7 @@ def test_the_deepest_cause_is_told(text: str, cause: str | None) -> None:
             "Invalid maximum heap size: -Xmxwat",
         ),
         (["Error: Could not create the Java Virtual Machine."], None),
-        ([], "it says nothing"),
+        ([], "it printed nothing"),
     ],
 )
 def test_a_java_that_does_not_start_says_why(lines: list[str], reason: str | None) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from consumer_sdk.wire.column_types import TableSchema
 from spark_consumer.lake import records
-from spark_consumer.lake.records import Manifest, ManifestEntry, SchemaArchive, SourceMark
+from spark_consumer.lake.records import Manifest, ManifestEntry, ManifestPosition, SchemaArchive
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def entry(version: int) -> ManifestEntry:
-    return ManifestEntry(version, {"slot": SourceMark(1, version, 2)}, {"users": version})
+    return ManifestEntry(version, {"slot": ManifestPosition(1, version, 2)}, {"users": version})
 
 
 def test_the_newest_entry_names_versions_that_belong_together(tmp_path: Path) -> None:

@@ -146,8 +146,8 @@ def test_a_new_column_does_not_take_the_place_of_one_of_the_lakes_own(name: str)
 @pytest.mark.parametrize(
     ("after", "what"),
     [
-        (schema(ID, ("name", oids.INT4)), "column name went from string to type"),
-        (schema(ID, ("label", oids.TEXT)), "name gave way to label"),
+        (schema(ID, ("name", oids.INT4)), "column name changed from string to type"),
+        (schema(ID, ("label", oids.TEXT)), "name was replaced by label"),
         (schema(ID, NAME, primary_key=["name"], replica_identity="full"), r"its key is now \(name"),
     ],
 )
