@@ -1,17 +1,17 @@
 """Fixtures for all tests, from the plugin modules in `tests/fixtures`.
 
-Real servers, started on first use, one of each per pytest worker:
+Real servers, started on first use, one of each kind per pytest worker:
 
 - `postgres_of(version)` (session): `bridge.embedded.PostgresServer` of that version
 - `nats_server` (session): `bridge.embedded.NatsServer`
-- `pg`: the PostgreSQL of this test, running even if the test before has killed it; version 18
+- `pg`: the PostgreSQL of this test, running even if a previous test killed it; version 18
   unless the test is decorated with `@both_versions` or `@versions_since(15)` (from
   `tests.fixtures.postgres`), or TAILRACE_POSTGRES names another
 - `own_postgres(version=18, settings={…}, directory=…)`, `own_nats(config="…", jetstream={…},
-  binary=…)`: factories of private servers, for what would disturb others
+  binary=…)`: factories of private servers, for tests that would disturb others
 - `nats_cluster`: `NatsCluster`, three nodes of its own, for replicated streams
 
-What each test has for itself:
+Created for each test:
 
 - `database`: `Database` with `.name .dsn .server`, `.connect(**options)`, `.execute(sql, params)`
   (returns the rows), `.value(sql, params)`, `.publish(*tables, name="pub", options="")`,
@@ -69,6 +69,6 @@ pytest_plugins = [
 
 
 def pytest_configure() -> None:
-    """Undo what a shell does to a job in the background: programs under test would inherit it."""
+    """Restore SIGINT, which a shell ignores for background jobs; child processes inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,13 +1,13 @@
-"""The proof that anybody can repeat: a seeded campaign of faults against a world under load.
+"""A reproducible proof: a seeded campaign of faults against a world under load.
 
     python -m tests.fault.campaign --seed 7 --faults 50
     python -m tests.fault.campaign --cluster --add 200
     python -m tests.fault.campaign --with-spark --faults 20
     python -m tests.fault.campaign --report
 
-Every fault and everything it decides is drawn from the seed. After a few of them the writers stop
-and every invariant is checked; the outcome of each round is appended to the results file with its
-seed and commit, and the table of all results so far is printed and written as Markdown.
+The seed determines the faults and all their random choices. After a few faults the writers stop and
+every invariant is checked. The outcome of each round is appended to the results file with its seed
+and commit; the table of all results is printed and written as Markdown.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RESULTS, PAGE = HERE / "faults.jsonl", HERE / "FAULTS.md"
 
 
 class Campaign:
-    """One world and the faults that its seed draws."""
+    """One world and the faults that its seed determines."""
 
     def __init__(self, world: World, seed: int, results: Results, only: Sequence[str] = ()) -> None:
         self._world = world
@@ -75,7 +75,7 @@ class Campaign:
                 done.append((kind.name, time.monotonic() - at))
             invariants = await world.judge.barrier()
             world.load.resume()
-        except Exception:  # noqa: BLE001 - whatever went wrong is the result
+        except Exception:  # noqa: BLE001 - any error is a result
             problem = traceback.format_exc()
             print(f"{problem}\n{world.bridge_log()}", flush=True)
             if len(done) < len(drawn):
@@ -119,7 +119,7 @@ def draw(kinds: Sequence[Fault], rng: random.Random, count: int) -> list[Fault]:
 
 
 def _gist(problem: str) -> str:
-    """The line of a traceback that says what went wrong."""
+    """The line of a traceback that names the error."""
     lines = problem.strip().splitlines()
     named = [line for line in lines if line and not line.startswith((" ", "Traceback"))]
     return named[0] if named else ""
@@ -153,7 +153,7 @@ async def run_world(
 
 
 def commit() -> str:
-    """The commit under test, with a + if there are changes beside it and the results."""
+    """The commit under test, with a + if other files than the results have changes."""
     results = [f":!{name}" for name in (RESULTS.name, PAGE.name)]
     commands = (
         ["git", "rev-parse", "--short", "HEAD"],
@@ -170,9 +170,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.fault.campaign", description=(__doc__ or "").split("\n", 1)[0]
     )
-    parser.add_argument("--seed", type=int, help="repeat this world; default: a new one each time")
+    parser.add_argument("--seed", type=int, help="repeat this world; default: a new seed each time")
     parser.add_argument("--faults", type=int, default=FAULTS_PER_WORLD, help="in each world")
-    parser.add_argument("--add", type=int, metavar="N", help="N more faults, in as many worlds")
+    parser.add_argument(
+        "--add", type=int, metavar="N", help="N further faults, in as many worlds as needed"
+    )
     parser.add_argument("--per-round", type=int, default=ROUND, help="faults between two barriers")
     parser.add_argument("--cluster", action="store_true", help="three nats-servers, R3 streams")
     parser.add_argument("--with-spark", action="store_true", help="a Delta table too")
@@ -182,12 +184,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--markdown", type=Path, default=PAGE)
-    parser.add_argument("--report", action="store_true", help="only print what there is")
+    parser.add_argument("--report", action="store_true", help="only print the results so far")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run as told by the command line."""
+    """Run the campaign with the given arguments."""
     options = _options(arguments)
     results = Results(options.results, commit())
     held, left = True, 0 if options.report else options.add or options.faults

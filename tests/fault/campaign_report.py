@@ -1,4 +1,4 @@
-"""Results of campaigns: one line of JSON for each round, and the page that sums them up."""
+"""Results of campaigns: one line of JSON for each round, and their summary in FAULTS.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- results: written by the campaign -->", "<!-- end of results -
 
 @dataclass(frozen=True)
 class Round:
-    """Some faults, and what held after them."""
+    """The faults of one round, and the invariants that held after them."""
 
     seed: int
     features: Sequence[str]
@@ -31,7 +31,7 @@ class Round:
 
 
 class Results:
-    """The results file; it only grows."""
+    """The results file; rounds are only appended."""
 
     def __init__(self, path: Path, commit: str) -> None:
         self._path = path
@@ -51,7 +51,7 @@ class Results:
             file.write(json.dumps(line) + "\n")
 
     def rounds(self) -> list[dict[str, Any]]:
-        """Everything recorded so far."""
+        """All rounds recorded so far."""
         if not self._path.exists():
             return []
         return [json.loads(line) for line in self._path.read_text().splitlines() if line]
@@ -95,7 +95,7 @@ class Results:
         )
 
     def markdown(self) -> str:
-        """The same as the part of the page that is written anew each time."""
+        """The results as the generated part of the page."""
         rounds = self.rounds()
         checked = Counter(name for entry in rounds for name in entry["invariants"])
         kinds = Counter(kind for kind, _ in {(_world(entry), entry["seed"]) for entry in rounds})
@@ -126,7 +126,7 @@ class Results:
         return "\n".join(lines)
 
     def write_page(self, path: Path) -> None:
-        """Put the results into the page, between their marks; the rest of it stays."""
+        """Write the results into the page between their markers; the rest stays unchanged."""
         text = path.read_text() if path.exists() else f"# Fault campaign\n\n{BEGIN}\n{END}\n"
         before, _, rest = text.partition(BEGIN)
         after = rest.partition(END)[2]

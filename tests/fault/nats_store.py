@@ -1,4 +1,4 @@
-"""What happens to nats-server's store beneath it: a power cut, a disk that takes no more."""
+"""Faults in nats-server's store: a power cut, a full disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_LIMIT = resource.RLIM_INFINITY
 
 
 def drop_last_messages(server: NatsServer, stream: str, count: int) -> None:
-    """Cut messages off the end of a stopped server's stream, and the index that knows them."""
+    """Remove the last messages of a stopped server's stream, and the index of them."""
     block = _newest_block(server, stream)
     (block.parent / "index.db").unlink(missing_ok=True)
     content = block.read_bytes()
@@ -30,10 +30,10 @@ def drop_last_messages(server: NatsServer, stream: str, count: int) -> None:
 
 @contextmanager
 def full_disk(server: NatsServer, stream: str, spare_bytes: int) -> Iterator[None]:
-    """Let writes of a running server fail where a file would outgrow the stream's newest one.
+    """Make writes of a running server fail beyond the size of the stream's newest file.
 
-    The system refuses them as it does on a full disk, in the middle of a record too. nats-server
-    2.15 then takes no more messages for the stream, with room or without, until it is restarted.
+    The system refuses them as on a full disk, also in the middle of a record. nats-server 2.15 then
+    accepts no more messages for the stream until it is restarted, even if there is room.
     """
     most = _newest_block(server, stream).stat().st_size + spare_bytes
     pid = server.pid

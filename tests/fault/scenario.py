@@ -1,4 +1,4 @@
-"""One bridge under load on real servers, what is done to it, and the verdict at the end."""
+"""One bridge under load on real servers, the faults of a test, and the checks at the end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def chosen_seed() -> int:
 
 @dataclass
 class Scenario:
-    """What a fault test works with; `verdict` ends it."""
+    """The servers, bridge and checks of a fault test; `verdict` ends it."""
 
     database: Database
     prefix: str
@@ -68,7 +68,7 @@ class Scenario:
         self.rng = random.Random(self.seed)
 
     def bridge(self, *flags: str, **options: Any) -> BridgeProcess:
-        """Start a bridge; ready when this returns, unless told otherwise."""
+        """Start a bridge; by default it is ready when this returns."""
         options = {"slot": self.slot, "nats_url": self.nats_url, **options}
         return self.start(*self.flags, *flags, **options)
 
@@ -79,7 +79,7 @@ class Scenario:
         return answer
 
     async def _ask(self, subject: str, body: Any = None) -> dict[str, Any]:
-        """The answer to a request; a cluster that elects a leader may lose or refuse it."""
+        """The answer to a request, repeated while a cluster elects a leader."""
         payload = b"" if body is None else json.dumps(body).encode()
         for left in reversed(range(API_ATTEMPTS)):
             try:
@@ -94,16 +94,16 @@ class Scenario:
         return answer
 
     async def purge(self, stream: str, *, keep: int = 0) -> None:
-        """Purge a stream, all but its last messages."""
+        """Purge a stream except for its last messages."""
         await self.api(f"STREAM.PURGE.{stream}", {"keep": keep} if keep else None)
 
     async def delete(self, stream: str) -> None:
-        """Delete a stream; gone already means that an answer was lost."""
+        """Delete a stream; if it does not exist, the answer to an earlier request was lost."""
         answer = await self._ask(f"STREAM.DELETE.{stream}")
         assert answer.get("error", {}).get("code") in (None, NOT_FOUND), answer
 
     async def last_sequence(self) -> int:
-        """Where the CDC stream ends."""
+        """The last sequence of the CDC stream."""
         info = await self.api(f"STREAM.INFO.{self.subjects.cdc_stream}")
         last: int = info["state"]["last_seq"]
         return last
@@ -124,7 +124,7 @@ class Scenario:
         await eventually(reached, timeout, f"{by} more messages")
 
     def confirmed_lsn(self) -> int:
-        """What PostgreSQL was told."""
+        """The position that PostgreSQL has as confirmed."""
         slot = self.database.slot(self.slot)
         assert slot is not None
         return parse_lsn(slot["confirmed_flush_lsn"])
@@ -137,11 +137,11 @@ class Scenario:
         )
 
     async def history(self) -> StreamHistory:
-        """The stream's history, with every rule checked."""
+        """The history in the stream, after checking every rule."""
         return await read_history(self.client, self.prefix)
 
     async def verdict(self, workload: Workload | None = None, *, tables: Any = ()) -> StreamHistory:
-        """Wait for the end, then hold the stream against the rules and the source."""
+        """Wait until all is published, then check the stream against the rules and the source."""
         await self.drained()
         history = await self.history()
         source = history.sources[self.slot]
@@ -152,7 +152,7 @@ class Scenario:
         return history
 
     def sampling(self) -> Sampler:
-        """Sample the confirmed position beside the stream's end for as long as it is entered."""
+        """Sample the confirmed position and the stream's end while the context is open."""
         return Sampler(self)
 
 
@@ -170,11 +170,11 @@ async def create_stream(scenario: Scenario, **config: Any) -> None:
 
 
 async def ignore(_error: Exception) -> None:
-    """What a client says of a server that is away on purpose."""
+    """Ignore the errors of a client while its server is stopped on purpose."""
 
 
 class Sampler:
-    """Asks PostgreSQL what was confirmed, then NATS where the stream ends, over and over."""
+    """Repeatedly reads the confirmed position, then the end of the stream."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario

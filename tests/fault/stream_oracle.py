@@ -1,8 +1,8 @@
-"""What the CDC stream holds, read whole and held against the rules and against the source.
+"""Reads the whole CDC stream and checks it against the rules and the source.
 
-The rules, for every source and epoch: positions grow with the stream's sequence, ordinals of a
-transaction count without a hole, every transaction has its end, no message id comes twice, a row
-follows the schema message of its version, and a progress record is never ahead of the changes.
+The rules, for every source and epoch: positions increase with the stream sequence, the ordinals of
+a transaction have no gaps, every transaction has an end, no message id occurs twice, a row follows
+the schema message of its version, and a progress record is never ahead of the changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Transaction:
-    """The messages of one transaction as the stream has them."""
+    """The messages of one transaction in the stream."""
 
     commit_lsn: int
     end_lsn: int = 0
@@ -42,7 +42,7 @@ class Transaction:
 
     @property
     def complete(self) -> bool:
-        """Whether its end is there, for every table that it touched."""
+        """Whether the stream has its end for every table that it changed."""
         if not self.tables:
             return self.end_lsn > 0
         return self.has_last and self.notices == len(self.tables) - 1
@@ -50,7 +50,7 @@ class Transaction:
 
 @dataclass
 class SourceHistory:
-    """What one source has written."""
+    """The history of one source."""
 
     epochs: list[int] = field(default_factory=list)
     transactions: list[Transaction] = field(default_factory=list)
@@ -68,16 +68,16 @@ class SourceHistory:
 
 
 class StreamHistory:
-    """Reads messages in stream order; `violations` says which rules they break."""
+    """Reads messages in stream order; `violations` lists the broken rules."""
 
     def __init__(self, subjects: Subjects) -> None:
         self._subjects = subjects
         self.dictionaries: dict[str, bytes] = {}
-        """What compressed messages need; whoever reads on loads them first."""
+        """The dictionaries of compressed messages; the caller loads them before reading."""
         self.violations: list[str] = []
         self.sources: dict[str, SourceHistory] = {}
         self.foreign: list[StoredMessage] = []
-        """Messages that nobody who follows the format has written."""
+        """Messages that do not follow the wire format."""
         self._ids: dict[str, int] = {}
 
     def source(self, name: str) -> SourceHistory:
@@ -202,7 +202,7 @@ class StreamHistory:
         history.events.append(event)
 
     def finish(self) -> None:
-        """Demand that nothing is left open, and raise everything that was found."""
+        """Require that no transaction is open, and raise all violations."""
         for name, history in self.sources.items():
             if history.transactions and not history.transactions[-1].complete:
                 self.violations.append(f"{name}: no end of {history.transactions[-1]}")
@@ -212,7 +212,7 @@ class StreamHistory:
 
 
 async def read_history(client: Client, prefix: str, *, finished: bool = True) -> StreamHistory:
-    """The history of a whole stream, with every rule checked; unless `finished`, it may go on."""
+    """Check every rule on a whole stream; unless `finished`, the last transaction may be open."""
     subjects = Subjects(prefix)
     history = StreamHistory(subjects)
     messages = await read_stream(client, subjects.cdc_stream)
@@ -224,7 +224,7 @@ async def read_history(client: Client, prefix: str, *, finished: bool = True) ->
 
 
 def fold(events: Sequence[Event], table: str, key: str) -> dict[Any, dict[str, Any]]:
-    """The rows that a reader of the events ends up with, by key."""
+    """The rows that result from the events, by key."""
     rows: dict[Any, dict[str, Any]] = {}
     for event in events:
         if event.table != table:
@@ -244,7 +244,7 @@ def fold(events: Sequence[Event], table: str, key: str) -> dict[Any, dict[str, A
 
 
 def compare_with_source(dsn: str, events: Sequence[Event], tables: Iterable[str]) -> None:
-    """Every row of the source and no other; a ledger's rows were inserted exactly once."""
+    """Check that all rows of the source and no others are there, ledger rows inserted once."""
     with psycopg.connect(dsn, row_factory=psycopg.rows.dict_row) as connection:
         for table in tables:
             rows = connection.execute(
@@ -281,7 +281,7 @@ def primary_key(connection: psycopg.Connection[Any], table: str) -> str:
 
 
 def check_confirmed(history: SourceHistory, samples: Iterable[tuple[int, int]]) -> None:
-    """What PostgreSQL was told is stored was in the stream at that moment.
+    """Check that every confirmed change was in the stream when it was confirmed.
 
     A sample is a confirmed position and the stream's last sequence read after it.
     """

@@ -1,4 +1,4 @@
-"""Reading all that a stream holds, from servers that may be about to elect a leader."""
+"""Reads all messages of a stream, also while a cluster elects a leader."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 READ_TIMEOUT_SECONDS = 30
 READ_ATTEMPTS = 10
 LEADERLESS = (TimeoutError, NoRespondersError, ServiceUnavailableError)
-"""What a cluster that elects a leader does with a request; nats-py's timeout is a TimeoutError."""
+"""Errors of requests while a cluster elects a leader; nats-py's timeout is a TimeoutError."""
 
 
 async def read_stream(client: Client, stream: str, start: int = 1) -> list[StoredMessage]:
-    """Every message the stream holds now, in order, as its leader counts them."""
+    """All messages up to the leader's last sequence, in order."""
     found: list[StoredMessage] = []
     for _ in range(READ_ATTEMPTS):
         with suppress(*LEADERLESS):
@@ -49,14 +49,14 @@ async def read_stream(client: Client, stream: str, start: int = 1) -> list[Store
 
 
 async def _end(client: Client, stream: str) -> int:
-    """The last sequence that the leader holds; a consumer may live with a replica that lags."""
+    """The leader's last sequence; a consumer may be on a replica that lags."""
     answer = await client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=10)
     state = json.loads(answer.data).get("state", {})
     return int(state["last_seq"]) if state.get("messages") else 0
 
 
 async def _read_on(client: Client, stream: str, found: list[StoredMessage], start: int) -> bool:
-    """Add what there is from `start` on; False where a cluster has lost the request."""
+    """Add the messages from `start` on; False if the cluster lost the request."""
     name = f"oracle-{secrets.token_hex(6)}"
     request = {
         "stream_name": stream,
@@ -109,8 +109,7 @@ async def load_dictionaries(
 ) -> dict[str, bytes]:
     """The dictionaries that messages are compressed with, by their ids.
 
-    Each is asked for by its name, which the leader answers; a list of all would come from any
-    replica.
+    Each is requested by name, which the leader answers; any replica may answer a list request.
     """
     wanted = {one.headers[DICTIONARY] for one in messages if DICTIONARY in one.headers}
     for _ in range(READ_ATTEMPTS):
@@ -127,7 +126,7 @@ async def _load_dictionaries(
     with suppress(BucketNotFoundError):
         bucket = await client.jetstream().key_value(subjects.dicts_bucket)
         for name in wanted:
-            # A stranger's message may name anything.
+            # A foreign message may name any dictionary.
             with suppress(KeyNotFoundError, InvalidKeyError):
                 found[name] = (await bucket.get(name)).value or b""
     return found

@@ -1,4 +1,4 @@
-"""The short version of the campaign that `make prove` runs at length."""
+"""A short run of the campaign; `make prove` runs a long one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fault.campaign_report import Results, Round
 from tests.fault.judge import INVARIANTS
 from tests.fault.scenario import chosen_seed
 
-# Those that take seconds; the slow ones have tests of their own beside this one.
+# The faults that take only seconds; other tests cover the slow ones.
 QUICK = ("bridge", "mirror", "network", "postgres", "nats")
 
 

@@ -1,6 +1,6 @@
-"""Whatever breaks the history of a source is announced: exit 4, or a new epoch that says why.
+"""Every break in the history of a source is announced: exit 4, or a new epoch with the reason.
 
-And what does not break it, is not announced as if it did.
+Where the history is unbroken, no gap is announced.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _stop(bridge):
 
 
 async def _announces(scenario, reason, refusal=None):
-    """Exit 4 with the reason; then, told to go on, a new epoch whose record carries it."""
+    """Exit 4 with the reason; then, with --on-gap=new-epoch, a record of a new epoch with it."""
     refused = scenario.bridge(wait=False)
     assert refused.wait(40) == 4
     assert (refusal or reason) in refused.log_text()
@@ -71,7 +71,7 @@ async def _kept_progress(scenario):
 
 
 async def _continues(scenario, *, all_rows=True):
-    """A bridge goes on in the same epoch, with every row once."""
+    """A bridge continues in the same epoch, with every row once."""
     bridge = scenario.bridge()
     _write(scenario, 5, "later")
     await scenario.drained()
@@ -91,7 +91,7 @@ async def test_a_slot_dropped_and_recreated_is_announced(scenario):
     scenario.database.execute("SELECT pg_drop_replication_slot(%s)", [scenario.slot])
     _write(scenario, 5, "lost")
     await _announces(scenario, "the slot was gone")
-    # The gap is behind it: from here on history is unbroken.
+    # After the gap the history is unbroken.
     scenario.bridge()
     _write(scenario)
     await scenario.drained()
@@ -145,7 +145,7 @@ async def test_a_stream_purged_while_streaming_is_no_gap(scenario):
 
 @pytest.mark.parametrize("purged", [False, True], ids=["kept", "purged"])
 async def test_a_slot_that_sends_everything_again_repeats_nothing(scenario, purged):
-    """The slot stands far behind what was stored; after a purge only KV still knows what was."""
+    """The slot is far behind the stored changes; after a purge only KV records them."""
     _stop(await _streamed(scenario, 5))
     database, slot = scenario.database, scenario.slot
     database.execute("SELECT pg_copy_logical_replication_slot(%s, 'behind')", [slot])
@@ -171,7 +171,7 @@ async def test_a_deleted_kv_bucket_is_no_gap(scenario):
 
 
 async def test_buckets_deleted_while_streaming_come_back_with_what_was_in_them(scenario):
-    """Nothing changes any more, yet a new reader finds schemas, and a restart its record."""
+    """Without further changes, a new reader finds schemas, and a restart finds its record."""
     await _streamed(scenario)
     js, names = scenario.client.jetstream(), scenario.subjects
     for bucket in (names.bridge_bucket, names.schemas_bucket):
@@ -212,7 +212,7 @@ async def test_another_publication_in_the_middle_is_announced(scenario, holds):
 
 @pytest.fixture
 async def movable(own_postgres, prefix, nats_server, nats_client, bridge_process):
-    """A scenario on a PostgreSQL of its own, which may be put back in time."""
+    """A scenario on a private PostgreSQL, which a test may restore from a backup."""
     server = own_postgres(
         settings={"max_slot_wal_keep_size": "32MB", "min_wal_size": "32MB", "max_wal_size": "48MB"}
     )
@@ -283,7 +283,7 @@ async def test_a_slot_that_lost_its_log_is_announced(movable):
 
 
 async def test_a_stream_that_lost_acknowledged_messages_is_announced(scenario_on):
-    """A machine that lost power: NATS comes back without what it had not yet synced."""
+    """After a power cut, NATS starts without the messages that it had not synced."""
     scenario, server = await scenario_on()
     _stop(await _streamed(scenario))
     server.kill()

@@ -1,4 +1,4 @@
-"""Crashes at the points where they hurt most."""
+"""Crashes at the most critical points."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_a_crash_exactly_here_loses_and_repeats_nothing(scenario, holds, p
     await scenario.grown(30)
     holds.kill(point)
     if point.startswith("between"):
-        # The next row has a structure that is stored and announced first.
+        # The next row has a new structure, whose schema is stored and announced first.
         scenario.database.execute("ALTER TABLE ledger_0 ADD COLUMN later int")
     await eventually(lambda: not bridge.running, 30, "killed at the point")
     assert holds.is_reached(point)
@@ -50,7 +50,7 @@ async def test_a_schema_change_is_announced_though_the_bridge_died_after_storing
     await eventually(lambda: not bridge.running, 30, "killed at the point")
     holds.spare("between-kv-and-schema-message")
     scenario.bridge()
-    # The oracle demands that every row follows the message of its schema version.
+    # The oracle checks that every row follows the message of its schema version.
     history = await scenario.verdict(tables=["t"])
     assert history.sources[scenario.slot].schemas["t"] == 2
 
@@ -58,7 +58,7 @@ async def test_a_schema_change_is_announced_though_the_bridge_died_after_storing
 async def test_a_crash_between_the_last_chunk_and_the_meta_leaves_a_failed_snapshot(
     scenario, holds
 ):
-    """No meta without its bridge: readers hear of the failure, ask again and get every row."""
+    """Without the bridge no meta is stored: readers get the failure, ask again, get all rows."""
     point = "between-chunk-and-meta"
     database = scenario.database
     database.execute("CREATE TABLE t (id int PRIMARY KEY)")

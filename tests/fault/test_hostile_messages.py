@@ -1,4 +1,4 @@
-"""Messages on our subjects from somebody else break nothing, wherever they stand."""
+"""Foreign messages on the bridge's subjects break nothing, at any place in the stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JUNK = (
 
 
 def _forged(slot, subjects, *, lsn):
-    """A message that claims to be of the bridge, but for its id."""
+    """A message that looks like one of the bridge, except for its id."""
     document = {
         "v": 1, "source": slot, "epoch": 2**31, "table": "ledger_0", "schema": "public",
         "operation": "INSERT", "relation_id": 1, "schema_version": 1, "msg_id": "forged",
@@ -34,7 +34,7 @@ def _forged(slot, subjects, *, lsn):
 
 
 async def _pollute(scenario, tables):
-    """Put junk behind the newest message of every subject."""
+    """Publish junk after the newest message of every subject."""
     subjects, js = scenario.subjects, scenario.client.jetstream()
     targets = [
         subjects.change(table, operation)
@@ -99,7 +99,7 @@ async def test_junk_under_way_hides_nothing_from_a_reconnect(scenario, tcp_proxy
 
 
 async def test_a_forged_position_in_our_name_stops_the_bridge_rather_than_skipping(scenario):
-    """Whoever can write valid messages in our name can halt us, but not make us lose a change."""
+    """Valid messages forged in the bridge's name can stop it, but not make it lose a change."""
     load = prepare(scenario, writers=1)
     bridge = scenario.bridge()
     load.start()

@@ -16,12 +16,12 @@ BEYOND_DEDUPLICATION = 1.2
 
 
 async def _kill_and_pause(scenario, load, *flags):
-    """Rounds of: run under load, kill at a random moment, stay away longer than the window."""
+    """In each round: run under load, kill at a random moment, wait longer than the window."""
     bridge = scenario.bridge(*flags)
     with load, scenario.sampling():
         for _ in range(ROUNDS):
             await scenario.grown(20)
-            # The moment is random on purpose; the pause has to outlast the window.
+            # The moment is random on purpose; the pause must be longer than the window.
             await asyncio.sleep(scenario.rng.random() * 0.7)
             bridge.kill()
             await asyncio.sleep(BEYOND_DEDUPLICATION)
@@ -63,7 +63,7 @@ async def test_kill_at_random_moments_on_an_older_server(scenario_on, version, f
 
 
 async def test_what_was_read_and_not_stored_is_not_confirmed(scenario, tcp_proxy, nats_server):
-    """Killed with rows in memory that NATS never got: PostgreSQL must still have them."""
+    """If it is killed with unpublished rows in memory, PostgreSQL must still have them."""
     proxy = tcp_proxy(nats_server.port)
     load = prepare(scenario, writers=1, kinds=("ledger",))
     bridge = scenario.bridge(
@@ -75,7 +75,7 @@ async def test_what_was_read_and_not_stored_is_not_confirmed(scenario, tcp_proxy
         read = bridge.status()["wal_messages_received"]
         await eventually(lambda: bridge.status()["wal_messages_received"] > read + 50)
         stored = bridge.status()["confirmed_lsn"]
-        # Several reports to PostgreSQL go out meanwhile; keepalives are none of our changes.
+        # Meanwhile several status updates are sent; keepalives must not confirm the changes.
         await asyncio.sleep(1)
         assert scenario.confirmed_lsn() <= parse_lsn(stored)
         bridge.kill()

@@ -1,7 +1,7 @@
-"""The tests are worth something only if they catch what they are there for.
+"""The tests catch the mistakes that they are written for.
 
-Each mutation brings back a mistake that loses or repeats changes, in a copy of the tree, and the
-test that must notice is run there. A mutation whose place is not found any more fails too.
+Each mutation puts a mistake that loses or repeats changes into a copy of the tree, and runs the
+test that must fail there. A mutation whose place in the code no longer exists fails too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOSS = r"missing \[|not in the order|no end|violations|too many|twice"
 ROWS = r"assert .*=="
 STOPPED = r"ended with 4"
-"""Caught by the bridge itself, which stops rather than lose anything."""
+"""The bridge itself detects the mistake and stops before it loses anything."""
 MSG_ID = (
     r'msg_id = b"%b%d%b" % \(parts\.id_head, seq, parts\.id_tail\)\n        # What is too large'
 )
@@ -34,7 +34,7 @@ KILL_ONCE = f"{KILL}::test_kill_at_random_moments_leaves_every_change_once_and_i
 
 @dataclass(frozen=True)
 class Edit:
-    """A place in a file, and what is put there."""
+    """A place in a file, and its replacement."""
 
     file: str
     place: str
@@ -44,13 +44,13 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One mistake, and who must notice."""
+    """One mistake, and the test that must catch it."""
 
     name: str
     edits: tuple[Edit, ...]
     caught_by: str
     sign: str
-    """What the failing test must say, as a regular expression: not just that nothing worked."""
+    """A regular expression for the message of the failing test, to exclude unrelated failures."""
 
 
 def mutation(
@@ -61,7 +61,7 @@ def mutation(
 
 
 MUTATIONS = (
-    # As the bridge had it that this one replaces: rows of a COPY share their record's position.
+    # Rows of a COPY share the position of their record.
     Mutation(
         "the record's position as message id",
         (
@@ -168,7 +168,7 @@ MUTATIONS = (
         r"        if not self\._batched:",
         "        if self._batched:",
         "tests/fault/test_stale_writers.py::test_taking_the_fence_ends_a_batch_that_was_left_open",
-        r"nats: timeout",  # nobody answers for the end of the batch
+        r"nats: timeout",  # the end of the batch gets no answer
     ),
     mutation(
         "a lost connection is not a doubt",
@@ -192,7 +192,7 @@ MUTATIONS = (
 
 
 def _mutated(root: Path, mutation: Mutation) -> dict[str, str]:
-    """The files that a mistake changes, with it."""
+    """The files that a mistake changes, in their changed form."""
     texts: dict[str, str] = {}
     for edit in mutation.edits:
         text = texts.get(edit.file) or (root / edit.file).read_text()
@@ -226,7 +226,7 @@ def _run_test(directory: Path, test: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_mistake_has_its_place(mutation: Mutation) -> None:
-    """Quick enough to run always: a change of the code that moves the place has to move it here."""
+    """Fast enough for every run: a code change that moves a place must update it here."""
     for file, text in _mutated(REPOSITORY, mutation).items():
         compile(text, file, "exec")
     file, test = mutation.caught_by.split("::")

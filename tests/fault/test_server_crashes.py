@@ -11,12 +11,12 @@ from tests.fixtures.waiting import eventually
 
 
 async def _settle(scenario, bridge, load):
-    """The bridge streams again, by itself, and the stream has everything once."""
+    """The bridge resumes by itself, and the stream has every change once."""
     await scenario.grown(20, timeout=60)
     load.stop()
     history = await scenario.verdict(load)
     assert bridge.running
-    # Everything is stored; a connection lost in the last moment is made again by itself.
+    # Everything is stored; a connection lost at the last moment is reopened automatically.
     await eventually(bridge.ready, 30, "ready")
     source = history.sources[scenario.slot]
     assert len(source.epochs) == 1
@@ -42,7 +42,7 @@ async def test_a_nats_that_is_away_is_called_that(scenario_on):
     bridge = scenario.bridge()
     server.kill()
     await eventually(lambda: not bridge.status()["nats_connected"], 40, "noticed")
-    # Its schema is the first that has to be stored.
+    # Its schema must be stored before the row.
     scenario.database.execute("INSERT INTO fresh VALUES (1)")
 
     def warning():
@@ -51,7 +51,7 @@ async def test_a_nats_that_is_away_is_called_that(scenario_on):
     await eventually(lambda: "NATS is away" in warning(), 40, warning)
     server.start()
     await scenario.verdict(tables=["fresh"])
-    # What nats-py calls it sends people looking for a buffer.
+    # The text of nats-py is misleading: it mentions a buffer.
     assert "outbound buffer" not in bridge.log_text()
 
 
@@ -89,7 +89,7 @@ async def test_a_connection_that_goes_silent_is_given_up_and_made_again(
     await scenario.grown(50)
     proxy.deaf(direction)
     workload.stop()
-    # Nobody closes anything: one of the ends has to notice that the other one is silent.
+    # No connection is closed: one end must detect that the other is silent.
     word = "is_connected" if side == "postgres" else "nats_connected"
     await eventually(lambda: not bridge.status()[word], 60, "noticed")
     workload.resume()

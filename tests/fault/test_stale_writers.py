@@ -1,4 +1,4 @@
-"""What a writer that was taken over still has on the wire is refused, down to the last message."""
+"""After a takeover, every message that the old writer still sends is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def _numbers(scenario):
 
 
 async def _publish_raw(scenario, item, reply, headers=b""):
-    """One message of a batch as the stale process has it in its socket."""
+    """One message of a batch in the socket buffer of the stale process."""
     writer = FrameWriter(scenario.client, direct=True)
     lines = b"Nats-Msg-Id: %b\r\n%b" % (item.msg_id, headers)
     await writer.write([(item.subject, reply, lines, item.payload)])
@@ -76,7 +76,7 @@ async def test_taking_the_fence_ends_a_batch_that_was_left_open(scenario):
         while "error" not in answer:
             answer = json.loads((await answers.next_msg()).data)
     assert await _numbers(scenario) == [1, 2, 3]
-    # What the stale one stored is before the newest fence: reading up to there is enough.
+    # All messages of the stale writer are before the newest fence: read up to there.
     stored = await read_stream(scenario.client, scenario.subjects.cdc_stream)
     assert stored[-1].sequence == fresh.sequence
     with pytest.raises(Fenced):
@@ -122,7 +122,7 @@ async def test_a_stale_batch_is_refused_as_a_whole(scenario, writer_class):
 
 @pytest.mark.parametrize("version", [OLDEST, None], ids=[OLDEST, "newest"])
 async def test_a_chain_cut_by_a_takeover_cannot_go_on(scenario_on, version):
-    """Plain messages of one batch of which the fence of another bridge stands in the middle."""
+    """Plain messages of one batch, with the fence of another bridge among them."""
     scenario, _ = await scenario_on(version)
     await create_stream(scenario, duplicate_window=int(1e8))
     stale, fresh = (_fence(scenario, name, batched=False) for name in ("stale", "fresh"))
@@ -149,7 +149,7 @@ async def test_a_chain_cut_by_a_takeover_cannot_go_on(scenario_on, version):
 
 
 async def test_a_stale_message_right_behind_ours_is_noticed(scenario):
-    """The one message of a stale chain that fits is what we send next: it must not come twice."""
+    """One message of a stale chain is the one to be sent next: it must not be stored twice."""
     await create_stream(scenario, duplicate_window=int(1e8))
     fence = _fence(scenario, "one", batched=False)
     await fence.take()
@@ -160,7 +160,7 @@ async def test_a_stale_message_right_behind_ours_is_noticed(scenario):
     stale = b"Nats-Expected-Last-Msg-Id: %b\r\n" % items[1].msg_id
     await _publish_raw(scenario, items[2], b"nobody", stale)
     await scenario.client.flush()
-    # Beyond the window the id alone does not tell that it is there already.
+    # After the deduplication window, the id alone does not prevent a duplicate.
     await asyncio.sleep(0.3)
     outcome = await writer.send(items[2:], fence)
     assert outcome.refusal is not None, "nothing tells that the record must be read back"

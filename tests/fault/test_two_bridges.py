@@ -14,7 +14,7 @@ from tests.fault.stream_oracle import compare_with_source
 from tests.fixtures.waiting import eventually
 
 TAKEOVER_SECONDS = 10
-# What a busy machine may add to the start of a session.
+# Extra time for the start of a session on a busy machine.
 GRACE_SECONDS = 5
 
 
@@ -82,7 +82,7 @@ async def test_a_frozen_bridge_is_fenced_when_it_thaws(scenario, workload, batch
 async def test_a_bridge_stopped_between_publish_and_ack_adds_nothing_after_a_takeover(
     scenario_on, holds, kind
 ):
-    """The stale one wakes with an acknowledged batch and a full ring, beyond the window."""
+    """The stale one resumes with an acknowledged batch and a full ring, after the window."""
     scenario, _ = await scenario_on(OLDEST if kind == OLDEST else None)
     if kind == "plain":
         await create_stream(scenario)
@@ -91,7 +91,7 @@ async def test_a_bridge_stopped_between_publish_and_ack_adds_nothing_after_a_tak
     holds.set("after-publish-before-ack")
     load.start()
     await holds.wait_reached("after-publish-before-ack")
-    # The point is held by a file: the next bridge must not see it.
+    # A file holds the point; the next bridge must not see it.
     fresh = scenario.bridge(wait=False, environment={"TAILRACE_HOLD": ""})
     await scenario.grown(100, timeout=60)
     holds.release("after-publish-before-ack")

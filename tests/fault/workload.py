@@ -1,9 +1,8 @@
-"""Writers that change a database in every way that has ever broken a replica.
+"""Writers that change a database in all ways that are known to break replicas.
 
-Each writer is a thread with a random generator of its own, derived from one seed. It counts its
-ledger rows up without a hole, so that a missing or repeated one is seen at a glance. A lost
-connection is made again; what was not committed is forgotten, and the source itself stays the only
-truth about what was.
+Each writer is a thread with its own random generator, derived from one seed. It numbers its ledger
+rows without gaps, so that a missing or repeated row is obvious. It reopens a lost connection and
+forgets what was not committed; only the source defines what was.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def ledger_of(writer: int) -> str:
 
 @dataclass
 class Workload:
-    """A number of writers; `start`, let them run, `stop`."""
+    """A number of writers, running between `start` and `stop`."""
 
     dsn: str
     seed: int
@@ -64,7 +63,7 @@ class Workload:
         return ["accounts", "keyed", "bulk", "evolving", *map(ledger_of, range(self.writers))]
 
     def create_tables(self) -> None:
-        """Create the empty tables; before the bridge starts, so that it sees the first row."""
+        """Create the empty tables, before the bridge starts, so that it reads the first row."""
         with psycopg.connect(self.dsn) as connection:
             connection.execute(SCHEMA)
             for writer in range(self.writers):
@@ -73,7 +72,7 @@ class Workload:
                 )
 
     def open_accounts(self) -> None:
-        """Fill what the writers change in place, once."""
+        """Insert, once, the rows that the writers update."""
         with psycopg.connect(self.dsn) as connection:
             connection.execute(
                 "INSERT INTO accounts SELECT i, %s FROM generate_series(1, %s) i"
@@ -97,7 +96,7 @@ class Workload:
             thread.start()
 
     def stop(self) -> None:
-        """End after the transactions under way; raises what a writer did not expect."""
+        """End after the current transactions; raises unexpected errors of the writers."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -118,7 +117,7 @@ class Workload:
                 with psycopg.connect(self.dsn, connect_timeout=5) as connection:
                     self._write_on(connection, writer, rng)
             except psycopg.OperationalError:
-                # The server is away, or two writers stood in each other's way.
+                # The server is not reachable, or two writers conflicted.
                 self._stop.wait(0.2)
             except psycopg.Error as error:
                 self.problems.append(f"writer {writer}: {type(error).__name__}: {error}")
@@ -137,7 +136,7 @@ class Workload:
 
 
 class _Actions:
-    """What a writer does in one transaction; the caller commits."""
+    """The changes of a writer in one transaction; the caller commits."""
 
     def __init__(self, connection: Connection, writer: int, rng: random.Random) -> None:
         self._connection = connection
@@ -166,14 +165,14 @@ class _Actions:
         )
 
     def transfer(self) -> None:
-        """Money moves; the sum stays."""
+        """A transfer, which keeps the sum of all accounts."""
         giver, taker = sorted(self._rng.sample(range(1, ACCOUNTS + 1), 2))
         amount = self._rng.randint(-50, 50)
         for account, change in ((giver, -amount), (taker, amount)):
             self._run("UPDATE accounts SET balance = balance + %s WHERE id = %s", [change, account])
 
     def keyed(self) -> None:
-        """A row comes, changes beside its unchanged TOASTed value, or changes its key."""
+        """Insert a row, update it without its TOASTed value, delete it, or change its key."""
         base = self._writer * 1000
         key = base + self._rng.randint(0, 30)
         big = self._rng.randbytes(TOAST_BYTES // 2).hex()
@@ -187,7 +186,7 @@ class _Actions:
             self._run("UPDATE keyed SET k = %s WHERE k = %s", [fresh, key])
 
     def swap(self) -> None:
-        """Two rows exchange their keys."""
+        """Swap the keys of two rows."""
         base = self._writer * 1000
         rows = self._run(
             "SELECT k FROM keyed WHERE k BETWEEN %s AND %s ORDER BY k LIMIT 2", [base, base + 999]
@@ -199,27 +198,27 @@ class _Actions:
                 self._run("UPDATE keyed SET k = %s WHERE k = %s", [new, old])
 
     def copy(self) -> None:
-        """Many rows at once, most of them in records of one LSN."""
+        """COPY many rows, most of which share the LSN of their record."""
         with self._connection.cursor().copy("COPY bulk (writer, payload) FROM STDIN") as copy:
             for number in range(self._rng.choice((5, 40, 200))):
                 copy.write_row((self._writer, f"{number}-{self._rng.random()}"))
 
     def delete(self) -> None:
-        """Some bulk rows go."""
+        """Delete some bulk rows."""
         self._run(
             "DELETE FROM bulk WHERE id IN (SELECT id FROM bulk WHERE writer = %s LIMIT 30)",
             [self._writer],
         )
 
     def truncate(self) -> None:
-        """A table is emptied in the middle of a transaction that writes elsewhere too."""
+        """Truncate a table in the middle of a transaction that also writes to other tables."""
         self._write_ledger(1)
         if self._rng.random() < 0.3:
             self._run("TRUNCATE bulk")
             self._write_ledger(1)
 
     def wide(self) -> None:
-        """Rows of some size."""
+        """Insert wide rows."""
         self._run(
             "INSERT INTO bulk (writer, payload) SELECT %s, repeat('wide ', %s)"
             " FROM generate_series(1, 5)",
@@ -227,10 +226,10 @@ class _Actions:
         )
 
     def evolve(self) -> None:
-        """A table gains and loses a column, rows before and after."""
+        """Add and drop a column, with rows before and after."""
         self._run("INSERT INTO evolving (a) VALUES ('before')")
         if self._rng.random() < 0.15:
-            # Never a name twice: a column that comes again is empty, whatever was in the old one.
+            # A new name each time: a column that is added again is empty.
             name = f"extra_{self._rng.randbytes(6).hex()}"
             self._run(f"ALTER TABLE evolving ADD COLUMN {name} text")
             self._run(f"INSERT INTO evolving (a, {name}) VALUES ('with', 'it')")
@@ -239,12 +238,12 @@ class _Actions:
                 self._run("INSERT INTO evolving (a) VALUES ('without')")
 
     def message(self) -> None:
-        """A logical message among changes."""
+        """Emit a logical message among changes."""
         self._run("SELECT pg_logical_emit_message(true, 'audit', %s)", [str(self._next)])
         self._write_ledger(1)
 
     def rollback(self) -> None:
-        """Nothing of this may ever be seen."""
+        """Change rows and roll back; no reader may ever see them."""
         kept = self._next
         self._write_ledger(3)
         self._run("INSERT INTO bulk (writer, payload) VALUES (-1, 'rolled back')")
@@ -252,7 +251,7 @@ class _Actions:
         self._next = kept
 
     def savepoint(self) -> None:
-        """The middle of the transaction is taken back."""
+        """Roll back the middle of the transaction to a savepoint."""
         self._write_ledger(1)
         self._run("SAVEPOINT middle")
         kept = self._next

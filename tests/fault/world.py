@@ -1,4 +1,4 @@
-"""Everything a campaign runs on: servers, proxies, supervised bridge and consumers, a workload."""
+"""The system under test: servers, proxies, supervised bridge and consumers, and a workload."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psycopg
 
 from bridge.embedded import NatsCluster, NatsServer, PostgresServer, free_port
 from bridge.embedded.guardian import children
-from tests.fault.judge import PATIENCE_SECONDS, Judge
+from tests.fault.judge import TIMEOUT_SECONDS, Judge
 from tests.fault.lake_process import LakeProcess
 from tests.fault.scenario import Scenario, ignore
 from tests.fault.workload import ALL, Workload
@@ -38,12 +38,12 @@ SETTINGS = {
     "min_wal_size": "32MB",
     "max_wal_size": "64MB",
 }
-# Spark starts for the time it takes; its tables need no columns that come and go.
+# Without `evolving`, whose schema changes would slow Spark down further.
 LAKE_TABLES = ("accounts", "keyed", "bulk", "ledger_0", "ledger_1")
 
 
 class World:
-    """A small installation under load; faults act on it, its judge decides about it."""
+    """A small installation under load; faults act on it, and a judge checks it."""
 
     def __init__(
         self, seed: int, *, mirror: bool = True, spark: bool = False, cluster: bool = False
@@ -98,13 +98,13 @@ class World:
 
     @property
     def consumer_url(self) -> str:
-        """NATS as bridge and consumers see it."""
+        """The NATS address of bridge and consumers."""
         url = self._url("bridge", "b")
         return url if self.cluster else self.nats_proxy.through(url)
 
     @property
     def proxies(self) -> list[TcpProxy]:
-        """The proxies that somebody uses; in a cluster every member is dialled directly."""
+        """The proxies in use; in a cluster, clients connect to the nodes directly."""
         return [self.postgres_proxy] if self.cluster else [self.postgres_proxy, self.nats_proxy]
 
     async def __aenter__(self) -> Self:
@@ -129,7 +129,7 @@ class World:
         database.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA public TO {self.role_name}")
         database.execute(f"GRANT CREATE ON DATABASE shop TO {self.role_name}")
         self.launch_bridge()
-        self.bridge.wait_ready(PATIENCE_SECONDS)
+        self.bridge.wait_ready(TIMEOUT_SECONDS)
         self.load.start()
         if "mirror" in self.features:
             self.launch_mirror()
@@ -154,12 +154,12 @@ class World:
 
     @property
     def follower(self) -> MirrorProcess:
-        """The mirror, which a fault asks for only where there is one."""
+        """The mirror; only for faults that need a world with one."""
         assert self.mirror is not None
         return self.mirror
 
     def launch_bridge(self, *extra: str) -> BridgeProcess:
-        """Start a bridge beside whatever runs; it becomes the one that is watched."""
+        """Start another bridge, which becomes the supervised one."""
         self._launched += 1
         self._launched_at = time.monotonic()
         port = free_port()
@@ -183,29 +183,29 @@ class World:
         )  # fmt: skip
 
     def kill_mirror(self) -> None:
-        """Kill the mirror; nobody starts it again before `launch_mirror`."""
+        """Kill the mirror; it stays down until `launch_mirror`."""
         self.follower.kill()
         self.mirror = None
 
     def forget_replica(self) -> None:
-        """Kill the mirror and delete its file, so that the next one begins anew."""
+        """Kill the mirror and delete its file, so that the next one starts from snapshots."""
         self.kill_mirror()
         for path in self.directory.glob("replica.db*"):
             path.unlink()
 
     def supervise(self) -> None:
-        """Do what a service manager does: start again what has ended, after a second."""
+        """Restart ended processes after a second, as a service manager does."""
         if not self.bridge.running:
-            # 3 is to be expected while a server refuses its credentials.
+            # 3 is expected while a server refuses its credentials.
             code = self.bridge.exit_code
             assert code in (0, 3, 128 + 9), f"the bridge ended with {code}:\n{self.bridge_log()}"
         if self.mirror is not None and not self.mirror.running:
             code = self.mirror.wait(1)
-            # A mirror that starts while nobody has put the schemas back knows no table.
+            # A mirror that starts before the schemas are restored finds no table.
             unknown = code == 1 and "is not published here" in self.mirror.log_text()
             assert unknown or code in (0, 3, 128 + 9), self.mirror.describe()
         if "spark" in self.features and not self.lake.running:
-            # 1: Spark itself gave up, as it does when its workers are too slow to report.
+            # 1: Spark itself failed, as it does when its workers report too slowly.
             code = self.lake.exit_code
             assert code in (0, 1, 3, 128 + 9), f"Spark ended with {code}:\n{self.lake.log_tail()}"
         if time.monotonic() < self._launched_at + 1:
@@ -222,8 +222,8 @@ class World:
         """The end of the newest bridge's log."""
         return self.bridge.log_text()[-6000:]
 
-    async def until_ready(self, timeout: float = PATIENCE_SECONDS) -> None:
-        """Wait until the bridge streams, whatever has to be started again for that."""
+    async def until_ready(self, timeout: float = TIMEOUT_SECONDS) -> None:
+        """Wait until the bridge streams; restart ended processes meanwhile."""
 
         def ready() -> bool:
             self.supervise()
@@ -236,20 +236,20 @@ class World:
         )
 
     async def until_all_run(self) -> None:
-        """Wait until nothing is down that a fault before had ended, so that the next one hits."""
+        """Wait until every process that a previous fault ended runs again."""
 
         def all_run() -> bool:
             self.supervise()
             return self.bridge.running and (self.mirror is None or self.mirror.running)
 
-        await eventually(lambda: asyncio.to_thread(all_run), PATIENCE_SECONDS, "everything runs")
+        await eventually(lambda: asyncio.to_thread(all_run), TIMEOUT_SECONDS, "everything runs")
 
-    async def until_growing(self, by: int = 20, timeout: float = PATIENCE_SECONDS) -> None:
-        """Wait until the load comes through again."""
+    async def until_growing(self, by: int = 20, timeout: float = TIMEOUT_SECONDS) -> None:
+        """Wait until the stream grows again."""
         await self.scenario.grown(by, timeout)
 
     def watch_accounts(self) -> None:
-        """Note the sum that a reader of the replica sees at this moment."""
+        """Record the sum of the accounts that a reader of the replica sees now."""
         if not self.replica.exists():
             return
         uri = f"file:{self.replica}?mode=ro"
@@ -262,7 +262,7 @@ class World:
                 self.accounts_seen.add(int(total))
 
     async def wait(self, seconds: float, *, watching: bool = True) -> None:
-        """Let a fault last, while readers look at the replica."""
+        """Wait during a fault, while readers read the replica."""
         end = asyncio.get_running_loop().time() + seconds
         while (left := end - asyncio.get_running_loop().time()) > 0:
             if watching:
@@ -270,7 +270,7 @@ class World:
             await asyncio.sleep(min(0.1, left))
 
     def terminate_sessions(self) -> None:
-        """End what the bridge's role has open in PostgreSQL."""
+        """Terminate the sessions of the bridge's role in PostgreSQL."""
         with psycopg.connect(self.postgres.dsn("shop"), autocommit=True) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = %s",
@@ -278,9 +278,9 @@ class World:
             )
 
     async def stop_bridge(self) -> None:
-        """An orderly stop."""
+        """Stop the bridge gracefully."""
         self.bridge.terminate()
-        await eventually(lambda: not self.bridge.running, PATIENCE_SECONDS, self.bridge_log)
+        await eventually(lambda: not self.bridge.running, TIMEOUT_SECONDS, self.bridge_log)
         assert self.bridge.exit_code == 0, self.bridge_log()
 
     async def set_stream(self, **changes: Any) -> None:
@@ -299,37 +299,37 @@ class World:
             info = await self.scenario.api(f"STREAM.INFO.{stream}")
             return servers.get(info["cluster"].get("leader"))
 
-        leader: NatsServer = await eventually(led, PATIENCE_SECONDS, "the stream has a leader")
+        leader: NatsServer = await eventually(led, TIMEOUT_SECONDS, "the stream has a leader")
         return leader
 
     def admit_bridge(self, *, admitted: bool) -> None:
-        """Give or take the credentials of bridge and consumers; sessions end at once."""
+        """Grant or revoke the credentials of bridge and consumers; sessions end at once."""
         self.nats.config = _users(admitted=admitted)
         self.nats.reload()
 
     async def mirror_announces_gap(self) -> None:
-        """Start the mirror, which must say that it has missed something."""
+        """Start the mirror, which must report a gap."""
         self.launch_mirror()
         mirror = self.follower
         await eventually(
             lambda: "event=gap" in mirror.log_text() or not mirror.running,
-            PATIENCE_SECONDS,
+            TIMEOUT_SECONDS,
             mirror.describe,
         )
         assert "event=gap" in mirror.log_text(), mirror.describe()
 
     def hold(self, point: str) -> None:
-        """Hold whoever comes to a named point."""
+        """Hold every process that reaches a named point."""
         (self.holds / f"{point}.reached").unlink(missing_ok=True)
         (self.holds / f"{point}.hold").touch()
 
     def release(self, point: str) -> None:
-        """Let them go on."""
+        """Let held processes continue."""
         (self.holds / f"{point}.hold").unlink(missing_ok=True)
 
     @contextmanager
     def dying_at(self, point: str) -> Iterator[None]:
-        """Let whoever comes to a named point die there."""
+        """Kill every process that reaches a named point."""
         mark = self.holds / f"{point}.kill"
         mark.touch()
         try:

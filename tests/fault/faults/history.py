@@ -1,4 +1,4 @@
-"""What breaks the history of a source: the bridge must stop, and announce the gap when told on."""
+"""Faults that break the history of a source: the bridge must stop, and later announce a gap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from tests.fault.faults.registry import fault
-from tests.fault.judge import PATIENCE_SECONDS
+from tests.fault.judge import TIMEOUT_SECONDS
 from tests.fault.nats_store import drop_last_messages
 from tests.fixtures.waiting import eventually
 
@@ -23,23 +23,23 @@ LOST = "INSERT INTO bulk (writer, payload) VALUES (0, 'lost')"
 
 
 async def _begin_new_epoch(world: World) -> None:
-    """The bridge must refuse to go on by itself, and go on with a new epoch when told to."""
+    """The bridge must refuse to continue, and start a new epoch with --on-gap=new-epoch."""
     refused = world.launch_bridge()
     await _refuses(world)
     assert not refused.running
     bridge = world.launch_bridge("--on-gap", "new-epoch")
     await eventually(
-        lambda: bridge.ready() or not bridge.running, PATIENCE_SECONDS, world.bridge_log
+        lambda: bridge.ready() or not bridge.running, TIMEOUT_SECONDS, world.bridge_log
     )
     assert bridge.running, world.bridge_log()
-    # The next fault of this kind must meet a bridge that was not told to go on.
+    # The next fault of this kind needs a bridge without --on-gap=new-epoch.
     await world.stop_bridge()
     world.launch_bridge()
     await world.until_ready()
 
 
 async def _refuses(world: World) -> None:
-    await eventually(lambda: not world.bridge.running, PATIENCE_SECONDS, world.bridge_log)
+    await eventually(lambda: not world.bridge.running, TIMEOUT_SECONDS, world.bridge_log)
     assert world.bridge.exit_code == 4, f"{world.bridge.exit_code}: {world.bridge_log()}"
 
 
@@ -78,7 +78,7 @@ async def invalidate_slot(world: World, _: random.Random) -> None:
             slot = world.scenario.database.slot("shop")
             return slot is not None and slot["wal_status"] == "lost"
 
-        await eventually(lambda: asyncio.to_thread(lost), PATIENCE_SECONDS, "the slot is lost")
+        await eventually(lambda: asyncio.to_thread(lost), TIMEOUT_SECONDS, "the slot is lost")
         connection.execute("ALTER SYSTEM RESET max_slot_wal_keep_size")
         connection.execute("SELECT pg_reload_conf()")
     await _begin_new_epoch(world)
@@ -115,11 +115,11 @@ async def drop_tail(world: World, rng: random.Random) -> None:
     running = rng.random() < 0.5
     for _ in range(20):
         world.scenario.database.execute(LOST)
-    await world.scenario.drained(PATIENCE_SECONDS)
+    await world.scenario.drained(TIMEOUT_SECONDS)
     if not running:
         await world.stop_bridge()
     world.nats.kill()
-    # More than the progress records behind the last row, of which KV has a copy.
+    # More than the progress records after the last row, of which KV has a copy.
     drop_last_messages(world.nats, world.scenario.subjects.cdc_stream, rng.choice((8, 12, 20)))
     await asyncio.to_thread(world.nats.start)
     world.judge.reread()

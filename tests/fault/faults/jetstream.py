@@ -1,4 +1,4 @@
-"""What happens to the streams and buckets while history stays unbroken."""
+"""Faults of streams and buckets that leave the history unbroken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import nats.errors
 from nats.js.errors import NotFoundError
 
 from tests.fault.faults.registry import fault
-from tests.fault.judge import PATIENCE_SECONDS
+from tests.fault.judge import TIMEOUT_SECONDS
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ async def _delete_bucket(world: World, bucket: str, rng: random.Random) -> None:
             return True
         return False
 
-    await eventually(restored, PATIENCE_SECONDS, world.bridge_log)
+    await eventually(restored, TIMEOUT_SECONDS, world.bridge_log)
 
 
 @fault("jetstream: INIT purged during a bootstrap", weight=2, needs="mirror")
@@ -65,7 +65,7 @@ async def purge_init(world: World, rng: random.Random) -> None:
 
 
 async def _behind(world: World) -> None:
-    """Let the mirror miss some changes, which everybody else has seen."""
+    """Stop the mirror while changes are stored, so that it misses them."""
     world.kill_mirror()
     world.load.resume()
     await world.until_growing(50)

@@ -1,4 +1,4 @@
-"""Connections of bridge and mirror, by way of a proxy: cut, refused, half-open, slow."""
+"""Faults of the connections of bridge and mirror: cut, refused, half-open, slow."""
 
 from __future__ import annotations
 

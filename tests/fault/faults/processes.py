@@ -1,4 +1,4 @@
-"""Our own processes die, freeze, or are asked to end: bridge, snapshot workers, mirror."""
+"""Faults of bridge, snapshot workers and mirror: they are killed, frozen or terminated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psycopg
 
 from tests.fault.faults.registry import fault
-from tests.fault.judge import PATIENCE_SECONDS
+from tests.fault.judge import TIMEOUT_SECONDS
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ async def take_over(world: World, _: random.Random) -> None:
     stale.freeze()
     fresh = world.launch_bridge()
     try:
-        await eventually(fresh.ready, PATIENCE_SECONDS, world.bridge_log)
+        await eventually(fresh.ready, TIMEOUT_SECONDS, world.bridge_log)
         await world.until_growing(10)
         stale.thaw()
         await eventually(
             lambda: stale.status()["status"] == "standby",
-            PATIENCE_SECONDS,
+            TIMEOUT_SECONDS,
             lambda: f"the stale one stands by\n{stale.status()}\n{stale.log_text()[-3000:]}",
         )
     finally:
@@ -73,7 +73,7 @@ async def kill_at_point(world: World, rng: random.Random) -> None:
             )
             world.scenario.database.execute("INSERT INTO evolving (a) VALUES ('wider')")
         await eventually(
-            lambda: not world.bridge.running, PATIENCE_SECONDS, f"the bridge died: {point}"
+            lambda: not world.bridge.running, TIMEOUT_SECONDS, f"the bridge died: {point}"
         )
     world.launch_bridge()
 
@@ -89,7 +89,7 @@ async def kill_mirror(world: World, rng: random.Random) -> None:
 async def terminate_mirror(world: World, _: random.Random) -> None:
     mirror = world.follower
     os.kill(mirror.pid, signal.SIGTERM)
-    await eventually(lambda: not mirror.running, PATIENCE_SECONDS, mirror.describe)
+    await eventually(lambda: not mirror.running, TIMEOUT_SECONDS, mirror.describe)
     world.launch_mirror()
 
 
@@ -106,7 +106,7 @@ async def kill_mirror_at_point(world: World, rng: random.Random) -> None:
     point = rng.choice(MIRROR_POINTS)
     mirror = world.follower
     with world.dying_at(point):
-        await eventually(lambda: not mirror.running, PATIENCE_SECONDS, mirror.describe)
+        await eventually(lambda: not mirror.running, TIMEOUT_SECONDS, mirror.describe)
     world.launch_mirror()
 
 
@@ -117,17 +117,17 @@ async def kill_bootstrap(world: World, rng: random.Random) -> None:
     with world.dying_at(point):
         world.launch_mirror()
         mirror = world.follower
-        await eventually(lambda: not mirror.running, PATIENCE_SECONDS, mirror.describe)
+        await eventually(lambda: not mirror.running, TIMEOUT_SECONDS, mirror.describe)
     world.launch_mirror()
 
 
 async def _snapshot_under_way(world: World) -> list[int]:
-    """Have the mirror ask for everything anew; return the workers, held at their first chunk."""
+    """Make the mirror request all tables again; return the workers, held at their first chunk."""
     world.forget_replica()
     await world.scenario.purge(world.scenario.subjects.init_stream)
     world.hold("snapshot.chunk.0")
     world.launch_mirror()
-    return await eventually(world.snapshot_workers_at_work, PATIENCE_SECONDS, world.bridge_log)
+    return await eventually(world.snapshot_workers_at_work, TIMEOUT_SECONDS, world.bridge_log)
 
 
 @fault("snapshot worker: kill -9", weight=2, needs="mirror")
@@ -163,7 +163,7 @@ async def kill_before_meta(world: World, _: random.Random) -> None:
     await world.scenario.purge(world.scenario.subjects.init_stream)
     with world.dying_at("between-chunk-and-meta"):
         world.launch_mirror()
-        await eventually(lambda: not world.bridge.running, PATIENCE_SECONDS, world.bridge_log)
+        await eventually(lambda: not world.bridge.running, TIMEOUT_SECONDS, world.bridge_log)
     world.launch_bridge()
 
 

@@ -1,7 +1,7 @@
-"""The list of faults. Each acts on a world and has taken itself back when it ends.
+"""The list of faults. Each acts on a world and is undone when it ends.
 
-A fault gets a random generator of its own, drawn from the campaign's seed and its place, so that
-what it does depends on nothing that happened before it.
+A fault has its own random generator, derived from the campaign's seed and its place in the list of
+faults, so that its choices do not depend on earlier faults.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fault:
-    """One way of hurting a world."""
+    """One kind of fault."""
 
     name: str
     act: Action
     weight: int
     at_rest: bool
-    """Injected after a barrier, writers stopped; otherwise under load."""
+    """Injected after a barrier with the writers stopped; otherwise under load."""
     gap: bool
-    """Breaks history: the bridge must refuse to go on, and announce it when told to go on."""
+    """Breaks the history: the bridge must refuse to continue, and announce a gap afterwards."""
     needs: frozenset[str]
     """What a world must have: single, cluster, mirror, spark."""
 
     def fits(self, features: Set[str]) -> bool:
-        """Whether a world with these features can have it."""
+        """Whether it can be injected into a world with these features."""
         return self.needs <= features
 
 

@@ -1,4 +1,4 @@
-"""PostgreSQL and nats-server crash, restart, freeze, and take rights away."""
+"""Faults of PostgreSQL and nats-server: crash, restart, freeze, revoked permissions."""
 
 from __future__ import annotations
 

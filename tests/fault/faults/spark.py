@@ -1,4 +1,4 @@
-"""The Spark job dies: its driver at any moment or at a named point, an executor, a signal."""
+"""Faults of the Spark job: its driver or an executor is killed, terminated or frozen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from tests.fault.faults.registry import fault
-from tests.fault.judge import PATIENCE_SECONDS
+from tests.fault.judge import TIMEOUT_SECONDS
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ async def kill_driver_at_point(world: World, rng: random.Random) -> None:
     point = rng.choice(POINTS)
     with world.dying_at(point):
         await eventually(
-            lambda: not world.lake.running, PATIENCE_SECONDS, f"the driver died: {point}"
+            lambda: not world.lake.running, TIMEOUT_SECONDS, f"the driver died: {point}"
         )
     world.lake.launch()
 
@@ -41,21 +41,21 @@ async def kill_driver_at_point(world: World, rng: random.Random) -> None:
 async def kill_executor(world: World, rng: random.Random) -> None:
     await world.lake.until_following(world.supervise)
     await world.wait(rng.random() * 2)
-    executors = await eventually(world.lake.executors, PATIENCE_SECONDS, world.lake.log_tail)
+    executors = await eventually(world.lake.executors, TIMEOUT_SECONDS, world.lake.log_tail)
     os.kill(rng.choice(executors), signal.SIGKILL)
 
 
 @fault("spark: executor SIGTERM", weight=3, needs="spark")
 async def terminate_executor(world: World, rng: random.Random) -> None:
     await world.lake.until_following(world.supervise)
-    executors = await eventually(world.lake.executors, PATIENCE_SECONDS, world.lake.log_tail)
+    executors = await eventually(world.lake.executors, TIMEOUT_SECONDS, world.lake.log_tail)
     os.kill(rng.choice(executors), signal.SIGTERM)
 
 
 @fault("spark: executor frozen for a moment", weight=3, needs="spark")
 async def freeze_executor(world: World, rng: random.Random) -> None:
     await world.lake.until_following(world.supervise)
-    executors = await eventually(world.lake.executors, PATIENCE_SECONDS, world.lake.log_tail)
+    executors = await eventually(world.lake.executors, TIMEOUT_SECONDS, world.lake.log_tail)
     victim = rng.choice(executors)
     os.kill(victim, signal.SIGSTOP)
     await world.wait(rng.uniform(1, 5))
@@ -66,7 +66,7 @@ async def freeze_executor(world: World, rng: random.Random) -> None:
 async def terminate_driver(world: World, _: random.Random) -> None:
     await world.lake.until_following(world.supervise)
     world.lake.terminate()
-    await eventually(lambda: not world.lake.running, PATIENCE_SECONDS, world.lake.log_tail)
+    await eventually(lambda: not world.lake.running, TIMEOUT_SECONDS, world.lake.log_tail)
     world.lake.launch()
 
 
