@@ -47,7 +47,7 @@ _ADVANCE_SECONDS: Final = 600.0
 
 
 class RebuildNeeded(Exception):
-    """A table needs a new snapshot to continue; the job goes on."""
+    """A table needs a new snapshot to continue; the job then loads it again."""
 
     def __init__(self, table: KeptTable, reason: str) -> None:
         super().__init__(f"table {table.name}: {reason}")

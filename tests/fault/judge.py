@@ -98,7 +98,7 @@ class Judge:
         if messages:
             self._next_sequence = messages[-1].sequence + 1
         foreign = [(message.sequence, message.subject) for message in self._history.foreign]
-        assert not foreign, f"nobody else writes here: {foreign[:5]}"
+        assert not foreign, f"foreign messages in the stream: {foreign[:5]}"
         self._history.finish()
 
     def forget_stream(self) -> None:
