@@ -235,7 +235,7 @@ class SparkJob:
         return writer.start()
 
     def _wait_for_snapshot_lsn(self, nats: NatsThread, tables: Sequence[KeptTable]) -> None:
-        """Wait until the stream has reached the newest snapshot, so that all tables can."""
+        """Wait until the stream has reached the newest snapshot, which all tables must reach."""
         wanted: dict[str, int] = {}
         for kept in tables:
             source = kept.position.source
