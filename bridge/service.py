@@ -47,7 +47,7 @@ from bridge.telemetry.wal_monitor import WalMonitor
 from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.transport.version import __version__
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

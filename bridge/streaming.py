@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.postgres.errors import ReplicationRefused
 from consumer_sdk.transport.logfmt import event
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
     from bridge.config import Settings

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from consumer_sdk.transport.version import __version__
     from consumer_sdk.wire.column_types import Column, TableSchema
     from consumer_sdk.wire.envelope import Event
-    from consumer_sdk.wire.lsn import format_lsn, parse_lsn
-    from consumer_sdk.wire.position import Position
+    from consumer_sdk.wire.position import Position, format_lsn, parse_lsn
 
 _MODULES = {
     "AccessDenied": "errors",
@@ -74,8 +73,8 @@ _MODULES = {
     "VersionTooNew": "errors",
     "__version__": "transport.version",
     "connect": "client",
-    "format_lsn": "wire.lsn",
-    "parse_lsn": "wire.lsn",
+    "format_lsn": "wire.position",
+    "parse_lsn": "wire.position",
     "read_log_blocking": "reading.log",
     "read_log_blocking_raw": "reading.log",
 }

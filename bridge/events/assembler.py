@@ -27,7 +27,7 @@ from bridge.events.rows import read_change
 from bridge.events.single import SingleMessages
 from bridge.wal.messages import Begin, Commit, LogicalMessage, Origin, Truncate, Type
 from bridge.wal.pgoutput import decode
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
     from bridge.events.messages import Packaging

@@ -23,7 +23,7 @@ from bridge.jetstream.streams import api, stored_message
 from consumer_sdk.transport.api import ApiError, parse_headers
 from consumer_sdk.wire.envelope import decode_payload
 from consumer_sdk.wire.errors import DictionaryMissing, WireError
-from consumer_sdk.wire.message_id import message_id, parse_message_id
+from consumer_sdk.wire.position import message_id, parse_message_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping

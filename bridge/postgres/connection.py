@@ -19,7 +19,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from bridge.errors import Retryable, SettingsError
 from bridge.postgres.errors import ReplicationRefused, connection_lost, explain
 from bridge.wal.framing import build_status_update
-from consumer_sdk.wire.lsn import parse_lsn
+from consumer_sdk.wire.position import parse_lsn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

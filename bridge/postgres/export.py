@@ -23,7 +23,7 @@ from bridge.postgres.errors import (
 )
 from bridge.postgres.sessions import connect_session
 from consumer_sdk.transport.cancellation import stay_cancelled
-from consumer_sdk.wire.lsn import parse_lsn
+from consumer_sdk.wire.position import parse_lsn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -19,7 +19,7 @@ from bridge.postgres.errors import (
 )
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
-from consumer_sdk.wire.lsn import parse_lsn
+from consumer_sdk.wire.position import parse_lsn
 
 if TYPE_CHECKING:
     from collections.abc import Callable

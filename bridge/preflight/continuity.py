@@ -17,7 +17,7 @@ from bridge.preflight.findings import Finding, Severity, ok, problem
 from bridge.publish.continuity import Continuity, decide
 from bridge.schemas.store import SchemaStore
 from consumer_sdk.transport.api import ApiError
-from consumer_sdk.wire.lsn import format_lsn, parse_lsn
+from consumer_sdk.wire.position import format_lsn, parse_lsn
 
 if TYPE_CHECKING:
     from nats.aio.client import Client

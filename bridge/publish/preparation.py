@@ -11,7 +11,7 @@ from nats.js.errors import APIError
 from bridge.events.messages import Item, OutgoingMessage, Oversized, SchemaNotice, content_headers
 from consumer_sdk.transport.holds import hold_async
 from consumer_sdk.wire.envelope import encode
-from consumer_sdk.wire.message_id import message_id
+from consumer_sdk.wire.position import message_id
 
 if TYPE_CHECKING:
     from bridge.jetstream.buckets import ObjectWriter

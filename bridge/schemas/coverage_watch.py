@@ -24,7 +24,7 @@ from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.errors import MISFITS
-from consumer_sdk.wire.lsn import parse_lsn
+from consumer_sdk.wire.position import parse_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from consumer_sdk.transport.logfmt import JsonFormatter, LogfmtFormatter, event
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
     from bridge.telemetry.stats import BridgeStats

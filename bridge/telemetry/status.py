@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.telemetry.stats import ENDED_STATES
 from consumer_sdk.transport.logfmt import mask_secrets
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

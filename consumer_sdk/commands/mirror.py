@@ -16,7 +16,7 @@ from consumer_sdk.errors import UsageError
 from consumer_sdk.mirror.runner import Mirror
 from consumer_sdk.targets.target_url import display_url, open_target
 from consumer_sdk.transport.logfmt import quote_logfmt
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
     import argparse

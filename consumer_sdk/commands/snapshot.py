@@ -11,7 +11,7 @@ from consumer_sdk.commands.options import add_shared_options, open_client, secon
 from consumer_sdk.commands.terminal import ProgressLine, printable, printable_json
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.column_types import Column
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:

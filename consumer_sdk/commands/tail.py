@@ -14,7 +14,7 @@ from consumer_sdk.commands.terminal import Paint, printable, printable_json, rea
 from consumer_sdk.errors import CorruptData
 from consumer_sdk.wire.envelope import to_json_value
 from consumer_sdk.wire.errors import MISFITS
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from consumer_sdk.reading.progress import gap_of
 from consumer_sdk.targets.evolution import Effect, compare
 from consumer_sdk.targets.target import CopyState, Lane
 from consumer_sdk.wire.column_types import TableSchema
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

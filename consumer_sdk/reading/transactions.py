@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from consumer_sdk.errors import GapError
-from consumer_sdk.wire.lsn import format_lsn
-from consumer_sdk.wire.position import Position
+from consumer_sdk.wire.position import Position, format_lsn
 
 if TYPE_CHECKING:
     from consumer_sdk.reading.decoder import Stored

@@ -7,7 +7,7 @@ import sqlite3
 from typing import TYPE_CHECKING, Any, Self
 
 from consumer_sdk.errors import CorruptData
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -10,7 +10,7 @@ from psycopg.pq import ExecStatus
 
 from consumer_sdk.errors import NotAvailable, UsageError
 from consumer_sdk.verify.table_side import PostgresSide, connect_postgres, rollback_quietly
-from consumer_sdk.wire.lsn import parse_lsn
+from consumer_sdk.wire.position import parse_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.verify.fold import Fold
 from consumer_sdk.verify.source_snapshot import SourceSnapshot
 from consumer_sdk.verify.table_side import SLICE_ROWS, Replica, TableLayout, reading_errors
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:

@@ -2,9 +2,14 @@
 
 from consumer_sdk.wire.envelope import Event, decode_payload, encode, read_events
 from consumer_sdk.wire.errors import DictionaryMissing, WireError, WireVersionError
-from consumer_sdk.wire.lsn import format_lsn, parse_lsn
-from consumer_sdk.wire.message_id import MessageId, message_id, parse_message_id
-from consumer_sdk.wire.position import Position
+from consumer_sdk.wire.position import (
+    MessageId,
+    Position,
+    format_lsn,
+    message_id,
+    parse_lsn,
+    parse_message_id,
+)
 from consumer_sdk.wire.subjects import Subjects
 
 __all__ = [

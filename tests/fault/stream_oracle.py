@@ -15,7 +15,7 @@ from psycopg import sql
 
 from consumer_sdk.wire import Event, Subjects, decode_payload, read_events
 from consumer_sdk.wire.errors import WireError
-from consumer_sdk.wire.lsn import format_lsn
+from consumer_sdk.wire.position import format_lsn
 from tests.fault.stream_reader import load_dictionaries, read_stream
 
 if TYPE_CHECKING:

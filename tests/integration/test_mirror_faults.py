@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 
-from consumer_sdk.wire.lsn import parse_lsn
+from consumer_sdk.wire.position import parse_lsn
 from consumer_sdk.wire.subjects import Subjects
 from tests.fixtures.mirror import Workload, difference, sqlite_rows, wait_equal
 from tests.fixtures.oracle import table_difference

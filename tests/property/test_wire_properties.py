@@ -13,8 +13,7 @@ from consumer_sdk.transport.api import parse_headers
 from consumer_sdk.wire.compression import compress, decompress
 from consumer_sdk.wire.envelope import JSON, MSGPACK, decode_payload, encode, events_of, read_events
 from consumer_sdk.wire.errors import WireError
-from consumer_sdk.wire.lsn import format_lsn, parse_lsn
-from consumer_sdk.wire.message_id import message_id, parse_message_id
+from consumer_sdk.wire.position import format_lsn, message_id, parse_lsn, parse_message_id
 from consumer_sdk.wire.row_messages import read_row_message
 from consumer_sdk.wire.subjects import (
     Subjects,

@@ -24,7 +24,7 @@ from consumer_sdk.wire.envelope import (
     encode,
     read_events,
 )
-from consumer_sdk.wire.message_id import parse_message_id
+from consumer_sdk.wire.position import parse_message_id
 from consumer_sdk.wire.subjects import Subjects, escape_token, table_token
 
 PAGE = files(consumer_sdk).joinpath("WIRE.md").read_text(encoding="utf-8")

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from consumer_sdk.wire.errors import WireError
-from consumer_sdk.wire.lsn import format_lsn, parse_lsn
-from consumer_sdk.wire.message_id import MessageId, message_id, parse_message_id
-from consumer_sdk.wire.position import Position
+from consumer_sdk.wire.position import (
+    MessageId,
+    Position,
+    format_lsn,
+    message_id,
+    parse_lsn,
+    parse_message_id,
+)
 from consumer_sdk.wire.subjects import (
     Subjects,
     escape_token,
