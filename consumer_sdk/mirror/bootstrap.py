@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from consumer_sdk.targets.target import MirrorCopy
     from consumer_sdk.wire.column_types import TableSchema
 
-# Snapshots asked for together share one export in the source.
+# Snapshots requested together share one export in the source.
 REQUESTS = 32
 LOADS = 4
 ATTEMPTS = 3
@@ -30,9 +30,9 @@ RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0)
 
 
 class Loader:
-    """Loads planned copies; a copy that is not complete in the target is loaded again.
+    """Loads planned copies; a copy that is only partly loaded is loaded again from the start.
 
-    With `keep_trying`, a bridge that does not answer is asked again and again.
+    With `keep_trying`, requests are repeated until a bridge answers.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Loader:
         self._loads = asyncio.Semaphore(LOADS)
 
     async def run(self, copies: Sequence[MirrorCopy]) -> None:
-        """Load all of them; the first error ends the others."""
+        """Load all copies; the first error cancels the other loads."""
         self._status.tables_loading = len(copies)
 
         async def load(copy: MirrorCopy) -> None:
@@ -83,7 +83,7 @@ class Loader:
                     raise
                 problem: Exception = error
             except (SnapshotFailed, CorruptData) as error:
-                # The stored snapshot may be damaged or trimmed; a new one is neither.
+                # The stored snapshot may be damaged or trimmed, so a new one is requested.
                 if failures + 1 >= ATTEMPTS and not (
                     self._keep_trying and isinstance(error, SnapshotFailed)
                 ):
@@ -138,7 +138,7 @@ class Loader:
             )
         )
         self._status.rows_expected += meta.row_count
-        # If loading ends half way, the next start must know the oldest snapshot that it may load.
+        # If this load is interrupted, the next one must know the oldest snapshot that it may use.
         same_history = (planned.source, planned.epoch) == (meta.source, meta.epoch)
         oldest_lsn = planned.snapshot_lsn if same_history else 0
         target, writer = self._target, self._target.writer
@@ -166,7 +166,7 @@ class Loader:
 def _is_older(meta: SnapshotMeta, planned: MirrorCopy) -> bool:
     """Whether a snapshot is older than the oldest one that may be loaded.
 
-    LSNs and epochs are compared only within a source; of another source any snapshot may be loaded.
+    LSNs and epochs are comparable only within a source, so a snapshot of another source never is.
     """
     return meta.source == planned.source and (meta.epoch, meta.snapshot_lsn) < (
         planned.epoch,

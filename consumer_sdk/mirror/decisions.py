@@ -1,4 +1,4 @@
-"""What the hand-off decides: actions on the target, or that tables must be built anew."""
+"""What the hand-off decides: actions on the target, or that tables need new copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Make these changes to a copy."""
+    """Apply these changes to a copy."""
 
     copy: MirrorCopy
     events: list[Event]
@@ -31,14 +31,14 @@ class Alter:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Replace live copies by next copies, all at once."""
+    """Replace live copies by next copies, all in one transaction."""
 
     copies: list[MirrorCopy]
 
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Save positions and copies, and commit everything done so far."""
+    """Save positions and copies, and commit all actions since the last Save."""
 
     positions: list[MirrorPosition]
     copies: list[MirrorCopy]
@@ -48,7 +48,7 @@ Action = Apply | Alter | Promote | Save
 
 
 class RepairNeeded(Exception):
-    """These tables must be built anew, from a snapshot taken at `snapshot_lsn` or later."""
+    """These tables need new copies, from snapshots taken at `snapshot_lsn` or later."""
 
     def __init__(self, reason: str, tables: Iterable[TableName], snapshot_lsn: int = 0) -> None:
         super().__init__(reason)

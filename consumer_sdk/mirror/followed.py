@@ -1,4 +1,4 @@
-"""What the hand-off knows of each source and each copy that it follows."""
+"""The state of each source and each copy that the hand-off follows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 
 class SourceState(Enum):
-    """What is done with the events of a source."""
+    """What the hand-off does with the events of a source."""
 
     WAITING = "waiting"
-    """Left for later: tables of the source wait for their snapshots."""
+    """They are not applied yet, because tables of the source wait for their snapshots."""
     CATCHING_UP = "catching up"
-    """Applied and committed; next copies show once the log has been read up to `show_lsn`."""
+    """They are applied and committed. Next copies are promoted when the log has been read up to
+    `promote_lsn`."""
     REPLACING = "replacing"
-    """Applied, but committed only once next copies show: some of them replace live copies, and
-    the other live copies must not move ahead of these."""
+    """They are applied, but committed only when next copies are promoted: some of these replace
+    live copies, and the other live copies must not get ahead of those."""
     FOLLOWING = "following"
-    """Applied and committed; every copy is live."""
+    """They are applied and committed; every copy is live."""
 
 
 _FOLLOWING = SourceState.FOLLOWING
@@ -34,34 +35,34 @@ _FOLLOWING = SourceState.FOLLOWING
 
 @dataclass(slots=True, eq=False)
 class FollowedCopy:
-    """A copy in use; it held every change up to commit LSN `floor` when it was read."""
+    """A copy in use; when the hand-off started, it held every change up to commit LSN `floor`."""
 
     copy: MirrorCopy
     floor: int
     version: int
     announced: TableSchema | None = None
-    """The schema that the stream announced last."""
+    """The last schema announced in the stream."""
 
 
 @dataclass(slots=True, eq=False)
 class FollowedSource:
-    """A source in the log: how far it has been read, and the transaction that is open."""
+    """How far a source has been read, and its open transaction."""
 
     name: str
     epoch: int
     position: MirrorPosition | None
-    """The position that the target holds."""
+    """The position saved in the target."""
     state: SourceState = SourceState.WAITING
     copies: dict[TableName, FollowedCopy] = field(default_factory=dict)
-    show_lsn: int = 0
-    """Next copies show when every transaction with a smaller commit LSN has been read."""
+    promote_lsn: int = 0
+    """Next copies are promoted when every transaction with a smaller commit LSN has been read."""
     closed_lsn: int = 0
-    """Commit LSN and `seq` of the end of the last transaction read."""
+    """Commit LSN of the last complete transaction; `closed_seq` is the `seq` of its end."""
     closed_seq: int = 0
     read_through: int = 0
     """The stream sequence up to which everything has been read."""
     open_lsn: int | None = None
-    """Commit LSN of the transaction of which part has been read, and the `seq` read last."""
+    """Commit LSN of the open transaction; `open_seq` is the last `seq` read of it."""
     open_seq: int = -1
     pending: dict[FollowedCopy, list[Event]] = field(default_factory=dict)
     """Changes of the open transaction."""
@@ -69,21 +70,21 @@ class FollowedSource:
     """Whether part of the open transaction has been written to the target."""
     unsaved: bool = False
     altered: set[FollowedCopy] = field(default_factory=set)
-    """Live copies that must be saved again."""
+    """Live copies whose saved state is out of date."""
 
     @property
     def followed(self) -> bool:
-        """Whether its events are applied now."""
+        """Whether its events are applied."""
         return self.state is not SourceState.WAITING
 
     @property
     def has_next(self) -> bool:
-        """Whether next copies wait to be shown."""
+        """Whether next copies wait to be promoted."""
         return self.state in (SourceState.CATCHING_UP, SourceState.REPLACING)
 
-    def may_show(self, lsn: int) -> bool:
-        """Whether next copies wait that may show when everything below `lsn` has been read."""
-        return self.state is not _FOLLOWING and lsn >= self.show_lsn
+    def may_promote(self, lsn: int) -> bool:
+        """Whether next copies can be promoted once everything below `lsn` has been read."""
+        return self.state is not _FOLLOWING and lsn >= self.promote_lsn
 
     def tables(self) -> list[TableName]:
         """The tables in use."""
@@ -96,7 +97,7 @@ class FollowedSource:
         return self.position.stream_seq
 
     def live_position(self, stream_created: int) -> MirrorPosition | None:
-        """The position of the live copies now; what is read again for next copies leaves it."""
+        """The position of the live copies; reading again for next copies does not move it back."""
         if all(copy.copy.lane is Lane.NEXT for copy in self.copies.values()):
             return None
         lsn, seq, read = self.closed_lsn, self.closed_seq, self.read_through
@@ -112,20 +113,22 @@ def follow_source(
     name: str,
     position: MirrorPosition | None,
     live: dict[TableName, MirrorCopy],
-    coming: dict[TableName, MirrorCopy],
+    next_copies: dict[TableName, MirrorCopy],
 ) -> FollowedSource:
-    """What to follow of a source, given its live and next copies in the target.
+    """The state in which to follow a source, given its live and next copies in the target.
 
     Next copies wait until all next copies of the source are loaded. If one of them replaces a live
-    copy, the whole source waits: its other tables could not show the same transactions.
+    copy, the whole source waits: otherwise its tables would show different transactions.
     """
-    loaded = bool(coming) and all(copy.state is CopyState.CATCHING_UP for copy in coming.values())
-    replaced = live.keys() & coming.keys()
-    kept = {} if position is None else {t: c for t, c in live.items() if t not in coming}
+    loaded = bool(next_copies) and all(
+        copy.state is CopyState.CATCHING_UP for copy in next_copies.values()
+    )
+    replaced = live.keys() & next_copies.keys()
+    kept = {} if position is None else {t: c for t, c in live.items() if t not in next_copies}
     epoch = position.epoch if position is not None and kept else 0
     if loaded:
-        epoch = max(epoch, *(copy.epoch for copy in coming.values()))
-        stale = [table for table, copy in coming.items() if copy.epoch < epoch]
+        epoch = max(epoch, *(copy.epoch for copy in next_copies.values()))
+        stale = [table for table, copy in next_copies.items() if copy.epoch < epoch]
         if kept and position is not None and position.epoch < epoch:
             stale += kept
         if stale:
@@ -141,11 +144,11 @@ def follow_source(
         assert position is not None
         source.copies[table] = FollowedCopy(copy, position.commit_lsn, copy.schema.schema_version)
     if loaded:
-        # A snapshot may be older than what shows already, even if every table has one.
+        # A snapshot may be older than the live copies, even if every table has a new one.
         if position is not None and position.epoch == epoch:
-            source.show_lsn = position.commit_lsn + 1
-        for table, copy in coming.items():
+            source.promote_lsn = position.commit_lsn + 1
+        for table, copy in next_copies.items():
             floor = max(copy.snapshot_lsn - 1, copy.applied_lsn)
             source.copies[table] = FollowedCopy(copy, floor, copy.schema.schema_version)
-            source.show_lsn = max(source.show_lsn, copy.snapshot_lsn, copy.applied_lsn + 1)
+            source.promote_lsn = max(source.promote_lsn, copy.snapshot_lsn, copy.applied_lsn + 1)
     return source

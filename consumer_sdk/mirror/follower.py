@@ -1,4 +1,4 @@
-"""Follows a feed: reads a batch and decides about it while the one before is written."""
+"""Follows a feed: reads and decides one batch while the batch before it is written."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ class FollowEnd(Enum):
     """Why following ended."""
 
     FINISHED = "finished"
-    """The mirror was stopped, or has applied everything it was asked to."""
+    """The mirror was stopped, or has applied everything up to the wanted sequence."""
     RESTART = "restart"
     """The state of the target changed and must be read again."""
 
 
 class Follower:
-    """Applies the changes of a feed until stopped, finished, or the target has a new table.
+    """Applies the changes of a feed until it is stopped or finished, or a new table is planned.
 
-    With `discover`, all tables are followed, and it is called with the names of unknown ones.
+    With `discover`, all tables are followed; it is called with the names of unknown tables.
     """
 
     def __init__(
         self,
         client: Client,
-        machine: HandOff,
+        handoff: HandOff,
         target: TargetThread,
         status: MirrorStatus,
         *,
@@ -59,7 +59,7 @@ class Follower:
         discover: Callable[[frozenset[TableName]], Awaitable[bool]] | None,
     ) -> None:
         self._client = client
-        self._machine = machine
+        self._handoff = handoff
         self._target = target
         self._status = status
         self._stop = stop
@@ -67,18 +67,18 @@ class Follower:
         self._writing: asyncio.Task[None] | None = None
         self._applied_before = status.events_applied
         self._saved_at = time.monotonic()
-        tables = machine.tables()
+        tables = handoff.tables()
         self._tables = None if discover or len(tables) > MAX_FILTERS else tables
-        self._progress = [client.subjects.progress(source) for source in machine.sources()]
+        self._progress = [client.subjects.progress(source) for source in handoff.sources()]
         self._filters = client.filters(self._tables, self._progress)
 
     async def run(self, loading: asyncio.Task[None] | None, until: int | None) -> FollowEnd:
-        """Follow; `loading` ends it when done, `until` when everything up to there is applied."""
+        """Follow until `loading` is done, or until everything up to sequence `until` is applied."""
         feed = self._client.feed(
             self._tables,
-            self._machine.start_sequence,
+            self._handoff.start_sequence,
             extra_subjects=self._progress if self._tables is not None else (),
-            created=self._machine.stream_created,
+            created=self._handoff.stream_created,
             max_batch=MAX_BATCH,
         )
         stopping = asyncio.ensure_future(self._stop.wait())
@@ -101,7 +101,7 @@ class Follower:
     ) -> FollowEnd:
         while True:
             await stay_cancelled()
-            waiting = bool(self._machine.waiting_for)
+            waiting = bool(self._handoff.waiting_for)
             self._status.state = MirrorPhase.CATCHING_UP if waiting else MirrorPhase.FOLLOWING
             wait = PROBE_SECONDS if until is not None or waiting else IDLE_SECONDS
             taking = asyncio.ensure_future(feed.next(wait))
@@ -120,30 +120,30 @@ class Follower:
             if batch:
                 await self._apply(batch)
             else:
-                # The feed waits for NATS to come back; until then nothing else can be asked.
+                # Without NATS nothing can be read; the feed waits for the connection.
                 with suppress(NotAvailable):
                     await self._idle(feed)
-            if self._machine.discovered and await self._add_discovered():
+            if self._handoff.discovered and await self._add_discovered():
                 return FollowEnd.RESTART
             may_be_all = feed.caught_up or not batch
             if until is not None and may_be_all and await self._reached(feed, until):
                 return FollowEnd.FINISHED
 
     async def _add_discovered(self) -> bool:
-        """Plan copies of unknown tables that the stream holds, between two transactions."""
+        """Between two transactions, plan copies of unknown tables found in the stream."""
         await self._finish_writing()
         if self._target.reserved or self._discover is None:
             return False
-        found = frozenset(self._machine.discovered)
-        self._machine.discovered.clear()
+        found = frozenset(self._handoff.discovered)
+        self._handoff.discovered.clear()
         return await self._discover(found)
 
     async def _watch(self) -> None:
-        """If all tables are wanted, end as soon as an unknown table is published."""
+        """If all tables are wanted, return as soon as an unknown table is published."""
         if self._discover is None:
             await asyncio.Event().wait()
             return
-        known = set(self._machine.tables())
+        known = set(self._handoff.tables())
         async with aclosing(self._client.watch_schemas()) as schemas:
             async for schema in schemas:
                 name = (schema.schema, schema.table)
@@ -155,7 +155,7 @@ class Follower:
     # writing, one batch behind reading
 
     async def _apply(self, batch: list[Stored]) -> None:
-        actions = self._machine.advance(batch)
+        actions = self._handoff.advance(batch)
         last = batch[-1].event
         if last.ts:
             self._status.last_event_us = last.ts
@@ -178,39 +178,39 @@ class Follower:
                 self._status.commits += 1
                 for position in action.positions:
                     self._status.positions[position.source] = position
-        self._status.events_applied = self._applied_before + self._machine.events_applied
+        self._status.events_applied = self._applied_before + self._handoff.events_applied
 
     async def _finish_writing(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
             await writing
 
-    # when nothing flows
+    # when no events come
 
     async def _idle(self, feed: ChangeFeed) -> None:
         await self._finish_writing()
         self._status.caught_up = feed.caught_up
         now = time.monotonic()
         if now - self._saved_at > SAVE_SECONDS:
-            # Messages of other tables may be trimmed; a saved sequence after them shows no gap.
+            # Save a sequence after messages of other tables: trimming these is then not a gap.
             self._saved_at = now
-            await self._perform(self._machine.read_through(feed.next_sequence - 1))
-        for source, (epoch, wanted_lsn) in self._machine.waiting_for.items():
+            await self._perform(self._handoff.read_through(feed.next_sequence - 1))
+        for source, (epoch, wanted_lsn) in self._handoff.waiting_for.items():
             newest = await newest_lsn(self._client.deployment, source, epoch, wanted_lsn)
             if newest < wanted_lsn:
                 continue
             through = (await self._client.log().bounds()).last
             if await self._has_read(feed, through):
-                await self._perform(self._machine.passed(source, newest, through))
+                await self._perform(self._handoff.passed(source, newest, through))
 
     async def _reached(self, feed: ChangeFeed, until: int) -> bool:
         await self._finish_writing()
-        in_transaction = self._target.writer.in_transaction or self._machine.is_open
-        if self._machine.waiting_for or in_transaction:
+        in_transaction = self._target.writer.in_transaction or self._handoff.is_open
+        if self._handoff.waiting_for or in_transaction:
             return False
         return await self._has_read(feed, until)
 
     async def _has_read(self, feed: ChangeFeed, through: int) -> bool:
         return await self._client.log().is_read_through(
-            self._filters, feed.next_sequence, through, self._machine.stream_created
+            self._filters, feed.next_sequence, through, self._handoff.stream_created
         )

@@ -1,19 +1,19 @@
-"""The hand-off from snapshots to changes, and what follows it, as a pure state machine.
+"""The hand-off from snapshots to changes, and the following of changes, as a pure state machine.
 
-Events go in, in stream order; actions on the target come out. The rules:
+It takes events in stream order and returns actions on the target. The rules:
 
-- A change belongs to a copy iff its commit LSN is at least the copy's snapshot LSN and after what
-  the copy has applied already.
-- Next copies of a source become live together, once the log has been read past the largest of
-  their snapshot LSNs and past the position of the live copies: all tables then hold the same
+- A change is applied to a copy iff its commit LSN is at least the copy's snapshot LSN and larger
+  than the last one that the copy has applied.
+- The next copies of a source are promoted together, when the log has been read past the largest of
+  their snapshot LSNs and past the position of the live copies. All tables then hold the same
   transactions.
 - A commit never splits a transaction. Several transactions may share one commit. A transaction too
-  large for memory is written as it comes, and committed when it is complete.
-- While a next copy replaces a live one, the other live tables of the source stay at their position
-  until all can show together.
+  large for memory is written in parts, and committed when it is complete.
+- While a next copy waits to replace a live one, the other live copies of the source stay at their
+  position until the promotion.
 
-What breaks the history raises `RepairNeeded`. The machine cannot be used afterwards; a new one
-starts from the state of the target. HOT PATH: `advance` looks at every event.
+A break in the history raises `RepairNeeded`. The hand-off cannot be used afterwards; a new one
+starts from the state of the target. HOT PATH: `advance` handles every event.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _UNCOUNTED = frozenset({"SCHEMA", "PROGRESS", "MESSAGE"})
 
 
 class HandOff:
-    """Decides about every event of a stream, starting from what a target remembers.
+    """Decides what to do with every event of a stream, starting from the state of a target.
 
     With `discover`, `discovered` collects the names of tables that the target does not have.
     """
@@ -68,18 +68,18 @@ class HandOff:
         self._actions: list[Action] = []
         copies = [copy for copy in state.copies if not copy.retired]
         live = {copy.name: copy for copy in copies if copy.lane is Lane.LIVE}
-        coming = state.lane(Lane.NEXT)
+        next_copies = state.lane(Lane.NEXT)
         for name in sorted({copy.source for copy in copies}):
-            next_ = {table: copy for table, copy in coming.items() if copy.source == name}
-            # If another source publishes a table now, its next copy replaces the live one.
-            others = coming.keys() - next_.keys()
+            next_ = {table: copy for table, copy in next_copies.items() if copy.source == name}
+            # If another source now publishes a table, its next copy replaces the live copy.
+            others = next_copies.keys() - next_.keys()
             mine = {t: copy for t, copy in live.items() if copy.source == name and t not in others}
             source = follow_source(name, state.positions.get(name), mine, next_)
             self._sources[name] = source
             for table, copy in source.copies.items():
                 self._owners[table] = (name, source.read_so_far(copy))
-        for table, planned in coming.items():
-            # The next copy may come from another source than the live one, from any until loaded.
+        for table, planned in next_copies.items():
+            # A next copy may have another source than the live copy, and any until it is loaded.
             self._owners[table] = (planned.source, planned.stream_seq) if planned.loaded else None
 
     @property
@@ -98,9 +98,9 @@ class HandOff:
 
     @property
     def waiting_for(self) -> dict[str, tuple[int, int]]:
-        """Sources whose next copies wait for the log to be read up to an LSN; epoch and LSN."""
+        """Epoch and LSN up to which the log must be read, for each source with next copies."""
         return {
-            source.name: (source.epoch, source.show_lsn)
+            source.name: (source.epoch, source.promote_lsn)
             for source in self._sources.values()
             if source.has_next
         }
@@ -127,29 +127,29 @@ class HandOff:
         )
 
     def advance(self, batch: Sequence[Stored]) -> list[Action]:
-        """Take the next events; returns what to do, in order."""
+        """Take the next events; returns the actions to perform, in order."""
         sources = self._sources
         waiting = SourceState.WAITING
-        place, count = 0, len(batch)
-        while place < count:
-            item = batch[place]
-            place += 1
+        index, count = 0, len(batch)
+        while index < count:
+            item = batch[index]
+            index += 1
             event = item.event
             source = sources.get(event.source)
             if source is None or source.state is waiting:
-                self._foreign(event, item.stream_seq)
+                self._unfollowed(event, item.stream_seq)
                 continue
-            changes = self._consider(source, event, item.stream_seq)
+            changes = self._take_event(source, event, item.stream_seq)
             if changes is not None:
-                place = self._extend(source, changes, batch, place)
+                index = self._take_run(source, changes, batch, index)
         return self._finish()
 
-    def _consider(
+    def _take_event(
         self, source: FollowedSource, event: Event, stream_seq: int
     ) -> list[Event] | None:
-        """Take one event of a source being followed.
+        """Take one event of a source that is followed.
 
-        Returns the changes it was added to, if it was and more of its transaction will come.
+        Returns the pending changes that it was added to, if its transaction goes on.
         """
         if event.epoch != source.epoch:
             if event.epoch > source.epoch:
@@ -159,7 +159,7 @@ class HandOff:
             return None
         operation = event.operation
         if operation in _UNCOUNTED:
-            self._uncounted(source, event, stream_seq)
+            self._take_uncounted(source, event, stream_seq)
             return None
         lsn = event.commit_lsn
         if lsn != source.open_lsn:
@@ -173,12 +173,12 @@ class HandOff:
         if operation != "COMMIT":
             copy = source.copies.get((event.schema, event.table))
             if copy is None:
-                self._foreign(event, stream_seq)
+                self._unfollowed(event, stream_seq)
             elif lsn > copy.floor:
                 if event.schema_version != copy.version:
                     self._evolve(source, copy, event.schema_version, lsn)
                 if event.relation_id != copy.copy.relation_id:
-                    self._identify(source, copy, event.relation_id, lsn)
+                    self._set_relation_id(source, copy, event.relation_id, lsn)
                 changes = source.pending.setdefault(copy, [])
                 changes.append(event)
         if event.last or operation == "COMMIT":
@@ -186,19 +186,19 @@ class HandOff:
             return None
         return changes
 
-    def _extend(
-        self, source: FollowedSource, changes: list[Event], batch: Sequence[Stored], place: int
+    def _take_run(
+        self, source: FollowedSource, changes: list[Event], batch: Sequence[Stored], index: int
     ) -> int:
-        """Add the events at `place` and after it that are like the one just added.
+        """Add the run of events from index `index` on that are like the one just added.
 
-        Being of the same transaction, table, kind and version, they pass every test that it has
-        passed. Returns the place of the first other one.
+        They have the same transaction, table, operation and version, so they need none of its
+        checks again. Returns the index of the first event that differs.
         """
         first = changes[-1]
         lsn, operation, relation_id = first.commit_lsn, first.operation, first.relation_id
         table, schema, version = first.table, first.schema, first.schema_version
         name, epoch = first.source, first.epoch
-        for item in islice(batch, place, None):
+        for item in islice(batch, index, None):
             event = item.event
             if (
                 event.commit_lsn != lsn
@@ -211,17 +211,17 @@ class HandOff:
                 or event.epoch != epoch
             ):
                 break
-            place += 1
+            index += 1
             if event.seq > source.open_seq:
                 source.open_seq = event.seq
                 changes.append(event)
                 if event.last:
                     self._close(source, item.stream_seq)
                     break
-        return place
+        return index
 
     def read_through(self, stream_seq: int) -> list[Action]:
-        """Note that nothing more of the wanted tables is stored up to `stream_seq`."""
+        """Take notice that everything of the wanted tables up to `stream_seq` has been read."""
         for source in self._sources.values():
             if source.followed and source.open_lsn is None and stream_seq > source.read_through:
                 source.read_through = stream_seq
@@ -229,7 +229,7 @@ class HandOff:
         return self._finish()
 
     def passed(self, name: str, lsn: int, stream_seq: int) -> list[Action]:
-        """Note that every transaction of a source with a commit LSN below `lsn` has been read."""
+        """Take notice that every transaction of a source with a commit LSN below `lsn` was read."""
         source = self._sources.get(name)
         if source is not None and source.followed and source.open_lsn is None:
             self._reach(source, lsn, stream_seq)
@@ -243,7 +243,7 @@ class HandOff:
                 f"transaction {format_lsn(source.open_lsn)} of source {source.name} has no end",
                 source.tables(),
             )
-        if source.may_show(lsn):
+        if source.may_promote(lsn):
             self._promote(source, lsn, stream_seq - 1)
         source.open_lsn = lsn
         source.open_seq = -1
@@ -258,7 +258,7 @@ class HandOff:
         source.closed_seq = source.open_seq
         source.read_through = stream_seq
         source.unsaved = True
-        if source.may_show(lsn + 1):
+        if source.may_promote(lsn + 1):
             self._promote(source, lsn + 1, stream_seq)
 
     def _reach(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
@@ -267,15 +267,15 @@ class HandOff:
             source.closed_seq = 0
             source.read_through = max(source.read_through, stream_seq)
             source.unsaved = True
-        if source.may_show(lsn):
+        if source.may_promote(lsn):
             self._promote(source, lsn, stream_seq)
 
     def _promote(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
-        """Make next copies live: everything below `lsn` is applied, nothing at or after it."""
+        """Make next copies live; every transaction below `lsn` is applied, and no other."""
         self._flush()
-        coming = [copy for copy in source.copies.values() if copy.copy.lane is Lane.NEXT]
-        self._actions.append(Promote([copy.copy for copy in coming]))
-        for copy in coming:
+        next_copies = [copy for copy in source.copies.values() if copy.copy.lane is Lane.NEXT]
+        self._actions.append(Promote([copy.copy for copy in next_copies]))
+        for copy in next_copies:
             copy.copy = copy.copy.become(CopyState.LIVE)
         source.state = SourceState.FOLLOWING
         source.closed_lsn = max(source.closed_lsn, lsn - 1)
@@ -339,14 +339,14 @@ class HandOff:
 
     # what is not a change
 
-    def _uncounted(self, source: FollowedSource, event: Event, stream_seq: int) -> None:
+    def _take_uncounted(self, source: FollowedSource, event: Event, stream_seq: int) -> None:
         if event.operation == "SCHEMA" and event.document is not None:
             schema = TableSchema.from_document(event.document)
             copy = source.copies.get((schema.schema, schema.table))
             if copy is not None:
                 copy.announced = schema
             else:
-                self._foreign(event, stream_seq)
+                self._unfollowed(event, stream_seq)
         elif event.operation == "PROGRESS" and event.document is not None:
             self._progress(source, event, stream_seq)
 
@@ -367,8 +367,8 @@ class HandOff:
         if source.open_lsn is None:
             self._reach(source, event.commit_lsn, stream_seq)
 
-    def _foreign(self, event: Event, stream_seq: int) -> None:
-        """Take an event of a table or source that is not followed."""
+    def _unfollowed(self, event: Event, stream_seq: int) -> None:
+        """Handle an event of a table or source that is not followed."""
         name = (event.schema, event.table)
         if not event.table:
             return
@@ -379,7 +379,7 @@ class HandOff:
         elif self._discover:
             self.discovered.add(name)
 
-    def _identify(
+    def _set_relation_id(
         self, source: FollowedSource, copy: FollowedCopy, relation_id: int, lsn: int
     ) -> None:
         if copy.copy.relation_id:
@@ -389,7 +389,7 @@ class HandOff:
         source.unsaved = True
 
     def _evolve(self, source: FollowedSource, copy: FollowedCopy, version: int, lsn: int) -> None:
-        """Follow the table to the schema version of the change that comes next."""
+        """Bring a copy to the schema version of the next change."""
         announced = copy.announced
         if announced is None or announced.schema_version != version:
             raise RepairNeeded(
@@ -400,7 +400,7 @@ class HandOff:
         evolution = compare(copy.copy.schema, announced)
         if evolution.effect is Effect.REBUILD:
             raise RepairNeeded(evolution.reason, [copy.copy.name], lsn + 1)
-        # Changes that came before are written in the version they came in, and commit with it.
+        # Earlier changes must be written before the structure changes; both share one commit.
         self._spill(source)
         self._flush()
         if evolution.effect is Effect.ALTER:
@@ -412,5 +412,5 @@ class HandOff:
 
 
 def _holds_commit(source: FollowedSource) -> bool:
-    """Whether a commit would show part of a transaction, or tables at different positions."""
+    """Whether a commit now would show part of a transaction, or tables at different positions."""
     return source.spilled or source.state is SourceState.REPLACING

@@ -16,7 +16,7 @@ MOST_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A line for a log: the event in lower case, and its fields."""
+    """One log line: the event in lower case, and its fields."""
 
     event: str
     fields: dict[str, str | int | float] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Notice:
 
 
 class MirrorPhase(StrEnum):
-    """What a mirror does now."""
+    """What a mirror is doing."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -35,7 +35,7 @@ class MirrorPhase(StrEnum):
 
 @dataclass(slots=True)
 class MirrorStatus:
-    """What a mirror does and has done; it changes while the mirror runs."""
+    """What a mirror is doing and has done; the mirror updates it while it runs."""
 
     state: MirrorPhase = MirrorPhase.STARTING
     tables: int = 0
@@ -53,7 +53,7 @@ class MirrorStatus:
 
 
 def table_list(tables: list[TableName] | frozenset[TableName]) -> str:
-    """Table names for a log line; of many names only the first."""
+    """Table names for a log line; of a long list only the first."""
     names = [format_table_name(*table) for table in sorted(tables)]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ",".join(names[:MOST_NAMES]) + more

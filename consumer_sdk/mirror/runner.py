@@ -1,7 +1,7 @@
 """Runs a mirror: plans copies, loads them, follows the changes, repairs gaps.
 
-After a crash, a repair or a newly loaded table the mirror does the same: it reads what the target
-remembers and continues from there.
+The mirror continues from the state saved in the target, in the same way after a crash, after a
+repair and after loading a table.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ RETRY_SECONDS = 1.0
 class Mirror:
     """Keeps tables in a target equal to the source; `run` it once.
 
-    `tables` None means every published table, now and later. Tables that the target holds already
-    are followed too. `fresh` builds everything anew, `on_notice` gets lines for a log.
+    `tables` None means every published table, now and later. Tables that the target already holds
+    are followed too. `fresh` builds new copies of all tables; `on_notice` receives log lines.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Mirror:
         self._stop.set()
 
     async def run(self, *, once: bool = False) -> None:
-        """Mirror until stopped, or `once`: until everything stored at the start is applied.
+        """Mirror until stopped; with `once`, until everything stored at the start is applied.
 
-        Raises CdcError if it cannot go on; the target then shows the last committed state.
+        Raises CdcError if it cannot continue; the target then shows the last committed state.
         """
         try:
             state = await self._target.call(self._writer.open)
@@ -106,7 +106,7 @@ class Mirror:
             except GapError as gap:
                 await self._repair(await self._broken_by(gap))
             except UnknownTable:
-                # The table was dropped meanwhile; the next round leaves it out.
+                # The table was dropped in the meantime; the next round leaves it out.
                 if self._wanted is not None:
                     raise
                 await self._pause(RETRY_SECONDS)
@@ -137,7 +137,7 @@ class Mirror:
             await self._target.write(self._writer.plan, missing)
 
     def _has_columns(self, schema: TableSchema) -> bool:
-        """Whether there is anything to mirror; UsageError for a table asked for by name."""
+        """Whether a table has columns to mirror; UsageError if it was named and has none."""
         name = (schema.schema, schema.table)
         if schema.columns:
             return True
@@ -158,7 +158,7 @@ class Mirror:
         return False
 
     async def _discover(self, names: frozenset[TableName]) -> bool:
-        """Plan copies of newly published tables; whether there are any."""
+        """Plan copies of newly published tables; returns whether there are any."""
         state = await self._target.write(self._writer.read_state)
         known = {copy.name for copy in state.copies if not copy.retired}
         schemas = [s for s in await self._client.tables() if (s.schema, s.table) in names - known]
@@ -172,19 +172,19 @@ class Mirror:
     # loading and following
 
     async def _continue(self, until: int | None, *, keep_trying: bool) -> FollowEnd:
-        """Continue from what the target remembers until that must be read again."""
+        """Continue from the state saved in the target, until it must be read again."""
         state = await self._target.write(self._writer.read_state)
         bounds = await self._bounds(keep_trying)
         await self._require_continuity(state, bounds)
         unloaded = [copy for copy in state.copies if not copy.loaded]
         if unloaded and await self._retire(state, unloaded):
             return FollowEnd.RESTART
-        machine = HandOff(state, bounds.created, discover=self._wanted is None)
+        handoff = HandOff(state, bounds.created, discover=self._wanted is None)
         self.status.tables = len({copy.name for copy in state.copies if not copy.retired})
         self.status.positions = dict(state.positions)
         loading = asyncio.create_task(self._load(unloaded, keep_trying)) if unloaded else None
         try:
-            if not machine.following:
+            if not handoff.following:
                 if loading is None:
                     return await self._wait_for_tables(until)
                 self.status.state = MirrorPhase.LOADING
@@ -192,7 +192,7 @@ class Mirror:
                 return FollowEnd.RESTART
             follower = Follower(
                 self._client,
-                machine,
+                handoff,
                 self._target,
                 self.status,
                 stop=self._stop,
@@ -201,7 +201,7 @@ class Mirror:
             self._notify(
                 Notice(
                     "following",
-                    {"tables": table_list(machine.tables()), "sequence": machine.start_sequence},
+                    {"tables": table_list(handoff.tables()), "sequence": handoff.start_sequence},
                 )
             )
             return await follower.run(loading, None if loading else until)
@@ -211,7 +211,7 @@ class Mirror:
                 await asyncio.wait([loading])
 
     async def _retire(self, state: TargetState, planned: list[MirrorCopy]) -> bool:
-        """Leave out tables that are not published any more, but none that was asked for by name."""
+        """Retire tables that are no longer published, except those that the caller named."""
         published = {(schema.schema, schema.table) for schema in await self._client.tables()}
         names = frozenset(copy.name for copy in planned)
         gone = names - published - set(self._wanted or ())
@@ -239,7 +239,7 @@ class Mirror:
         self._fresh = False
 
     async def _wait_for_tables(self, until: int | None) -> FollowEnd:
-        """With nothing published yet, wait for the first table."""
+        """Wait until the first table is published."""
         if until is not None:
             return FollowEnd.FINISHED
         async with aclosing(self._client.watch_schemas()) as schemas:
@@ -283,15 +283,15 @@ class Mirror:
 
     async def _require_continuity(self, state: TargetState, bounds: StreamBounds) -> None:
         """Raise RepairNeeded for tables whose history the stream no longer continues."""
-        coming = state.lane(Lane.NEXT)
-        for copy in coming.values():
+        next_copies = state.lane(Lane.NEXT)
+        for copy in next_copies.values():
             if copy.loaded and (reason := _break(copy.stream_seq, copy.stream_created, bounds)):
                 raise RepairNeeded(reason, [copy.name])
         for source, position in state.positions.items():
             copies = [c for c in state.copies if c.source == source and not c.retired]
             tables = [copy.name for copy in copies]
             live = [copy for copy in copies if copy.lane is Lane.LIVE]
-            if all(copy.name in coming for copy in live):
+            if all(copy.name in next_copies for copy in live):
                 continue
             reason = _break(position.stream_seq, position.stream_created, bounds)
             progress = await self._client.progress(source)
@@ -309,7 +309,7 @@ class Mirror:
         return RepairNeeded(gap.reason, [c.name for c in state.copies if not c.retired])
 
     async def _repair(self, repair: RepairNeeded) -> None:
-        """Plan new copies of the broken tables; readers see the live copies until then."""
+        """Plan new copies of the broken tables; until they are ready, live copies stay visible."""
         self.status.repairs += 1
         self._notify(
             Notice(
@@ -340,9 +340,9 @@ async def mirror(
     fresh: bool = False,
     on_notice: Callable[[Notice], None] | None = None,
 ) -> MirrorStatus:
-    """Keep tables in a target, given as such or by its address, equal to the source.
+    """Keep tables in a target, which may be given by its address, equal to the source.
 
-    Runs until cancelled, or `once`: until everything stored at the start is applied. See `Mirror`.
+    Runs until cancelled; with `once`, until everything stored at the start is applied.
     """
     target = open_target(into) if isinstance(into, str) else into
     running = Mirror(client, tables, target, fresh=fresh, on_notice=on_notice)

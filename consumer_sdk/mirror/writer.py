@@ -1,4 +1,4 @@
-"""Writes to the target, on a thread of its own: rows of snapshots, and the hand-off's actions."""
+"""Writes snapshot rows and the hand-off's actions to the target, on a separate thread."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ INTERRUPT_SECONDS = 1.0
 
 
 class Writer:
-    """Changes the target, and nothing else does; one thread calls all methods but `interrupt`."""
+    """The only writer to the target; one thread calls all methods but `interrupt`."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._in_transaction = False
 
     def open(self) -> TargetState:
-        """Open the target and read what it remembers."""
+        """Open the target and read its saved state."""
         self._target.open()
         return self._target.read_state()
 
     def close(self) -> None:
-        """Give up what is not committed and close the target."""
+        """Roll back what is not committed and close the target."""
         try:
             self.rollback()
         finally:
             self._target.close()
 
     def interrupt(self) -> None:
-        """Make a call that is under way end soon; any thread may call this."""
+        """Make the running call end soon; any thread may call this."""
         self._target.interrupt()
 
     def read_state(self) -> TargetState:
-        """What the target remembers, as of its last commit."""
+        """The state saved in the target at its last commit."""
         self.rollback()
         return self._target.read_state()
 
     def rollback(self) -> None:
-        """Give up what is not committed."""
+        """Roll back what is not committed."""
         if self._in_transaction:
             self._in_transaction = False
             self._target.rollback()
 
     def perform(self, actions: Sequence[Action]) -> None:
-        """Carry out actions, in order; the transaction stays open until a Save."""
+        """Perform actions, in order; the transaction stays open until a Save."""
         target = self._target
         for action in actions:
             self._begin()
@@ -81,7 +81,7 @@ class Writer:
 
     @property
     def in_transaction(self) -> bool:
-        """Whether something is written that is not committed."""
+        """Whether a transaction is open."""
         return self._in_transaction
 
     # building next copies, outside of any transaction of `perform`
@@ -98,7 +98,7 @@ class Writer:
         self._commit()
 
     def retire(self, copies: Iterable[MirrorCopy]) -> None:
-        """Drop next copies, and keep live ones as they are from now on."""
+        """Drop next copies; live copies keep their rows and are no longer followed."""
         self._begin_own()
         for copy in copies:
             if copy.lane is Lane.NEXT:
@@ -108,7 +108,7 @@ class Writer:
         self._commit()
 
     def start_load(self, copy: MirrorCopy) -> None:
-        """Make an empty next copy, to be loaded."""
+        """Create an empty next copy."""
         self._begin_own()
         self._target.create(copy)
         self._target.save_copy(copy)
@@ -121,7 +121,7 @@ class Writer:
         self._commit()
 
     def finish_load(self, copy: MirrorCopy) -> None:
-        """Remember that a next copy holds its whole snapshot."""
+        """Save that a next copy holds its whole snapshot."""
         hold("mirror-before-loaded")
         self._begin_own()
         self._target.save_copy(copy.become(CopyState.CATCHING_UP))
@@ -142,9 +142,9 @@ class Writer:
 
 
 class TargetThread:
-    """Runs what the writer does on one thread, so that the event loop never waits for the target.
+    """Runs the writer on one thread, so that the event loop never waits for the target.
 
-    `write` comes between two transactions: it waits while somebody has the target `reserved`.
+    `write` runs between two transactions: it waits while the target is `reserved`.
     """
 
     def __init__(self, target: Target) -> None:
@@ -154,9 +154,9 @@ class TargetThread:
         self._reserved = False
 
     async def call(self, step: Callable[..., Result], *arguments: object) -> Result:
-        """Run a step; if this is cancelled, the step ends before the cancellation shows.
+        """Run a step on the thread; a cancellation is raised only after the step has ended.
 
-        A step that takes long to end may wait for a lock, and is interrupted.
+        If the step does not end soon, it is interrupted, because it may wait for a lock.
         """
         running = asyncio.get_running_loop().run_in_executor(self._thread, step, *arguments)
         try:
@@ -164,7 +164,7 @@ class TargetThread:
         except asyncio.CancelledError:
             while not (await asyncio.wait([running], timeout=INTERRUPT_SECONDS))[0]:
                 await asyncio.to_thread(self.writer.interrupt)
-            # Its result is given up, and so is its error.
+            # Mark the error as retrieved, or asyncio would log it.
             running.exception()
             raise
 
@@ -175,7 +175,7 @@ class TargetThread:
 
     @property
     def reserved(self) -> bool:
-        """Whether a transaction of several steps is under way."""
+        """Whether a transaction of several steps is open."""
         return self._reserved
 
     async def reserve(self) -> None:
@@ -185,7 +185,7 @@ class TargetThread:
             self._reserved = True
 
     def release(self) -> None:
-        """Let `write` go on; idempotent."""
+        """Let `write` continue; idempotent."""
         if self._reserved:
             self._reserved = False
             self._lock.release()

@@ -1,1 +1,1 @@
-"""Reading the CDC stream: without gaps, in order, decoded."""
+"""Readers of the CDC stream: every event once, in order, or GapError."""

@@ -22,10 +22,10 @@ __all__ = ["ChangeFeed", "Stored"]
 class ChangeFeed:
     """Events in stream order, in batches that are never empty; ends only by `close` or an error.
 
-    A lost connection or a dropped delivery is repaired without missing or repeating anything, or
-    GapError is raised. An event whose position is not after the last one of its source
-    and epoch is dropped, as is everything at or before `after` of its source and epoch. Cancelling
-    a pending `next` loses nothing.
+    After a lost connection or a dropped delivery the feed continues without missing or repeating an
+    event, or raises GapError. It drops an event whose position is not after the last one seen of
+    its source and epoch; `after` gives the positions to start from. Cancelling a pending `next`
+    loses nothing.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ChangeFeed:
     def next_sequence(self) -> int:
         """Where a later feed of the same tables starts without missing or repeating anything.
 
-        It moves on past messages of other tables while this feed is idle.
+        While this feed is idle, it moves past messages of other tables.
         """
         return self._frames[0].stream_seq if self._frames else self._consumer.next_sequence
 
@@ -58,12 +58,12 @@ class ChangeFeed:
 
     @property
     def caught_up(self) -> bool:
-        """True when everything stored at the last look has been returned."""
+        """Whether everything stored at the last check has been returned."""
         return not self._frames and self._consumer.caught_up
 
     @property
     def reopened(self) -> int:
-        """How often the consumer had to be created anew."""
+        """How often the consumer on the server was replaced."""
         return self._consumer.reopened
 
     def __aiter__(self) -> Self:
@@ -76,18 +76,18 @@ class ChangeFeed:
                 return batch
 
     async def next(self, wait: float | None) -> list[Stored]:
-        """The next batch, or [] if nothing came within `wait` seconds or all of it was dropped."""
+        """The next batch; [] if nothing came within `wait` seconds, or if all of it was dropped."""
         frames = self._frames
         if not frames:
             frames.extend(await self._consumer.take(self._max_batch, wait))
-        # Decoding may fetch something and be cancelled; frames stay here until it is done.
+        # Decoding may fetch something and be cancelled, so the frames stay here until it is done.
         stored, used = await self._decoder.decode_some(frames, self._max_batch)
         for _ in range(used):
             frames.popleft()
-        return self._fresh(stored)
+        return self._drop_seen(stored)
 
     async def close(self) -> None:
-        """Give up the consumer on the server; idempotent."""
+        """Delete the consumer on the server; idempotent."""
         await self._consumer.close()
 
     async def __aenter__(self) -> Self:
@@ -96,10 +96,10 @@ class ChangeFeed:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _fresh(self, stored: list[Stored]) -> list[Stored]:
-        """Drop what is not after the last position of its source and epoch."""
-        fresh: list[Stored] = []
-        append = fresh.append
+    def _drop_seen(self, stored: list[Stored]) -> list[Stored]:
+        """The events whose position is after the last one seen of their source and epoch."""
+        unseen: list[Stored] = []
+        append = unseen.append
         key: tuple[str, int] = ("", -1)
         lsn, seq = -1, -1
         for item in stored:
@@ -123,16 +123,15 @@ class ChangeFeed:
             append(item)
         if lsn >= 0:
             self._last[key] = Position(lsn, seq)
-        return fresh
+        return unseen
 
     def _is_new_message(self, event: Event, last: tuple[int, int]) -> bool:
         """Whether a logical message comes after the last change and the last message seen."""
         own = (event.source, event.epoch)
         ordinal = (event.document or {}).get("ordinal", 0)
-        place = (event.commit_lsn, ordinal if isinstance(ordinal, int) else 0)
-        if (event.commit_lsn, event.seq - 1) < last or place <= self._last_message.get(
-            own, (-1, -1)
-        ):
+        lsn_and_ordinal = (event.commit_lsn, ordinal if isinstance(ordinal, int) else 0)
+        last_message = self._last_message.get(own, (-1, -1))
+        if (event.commit_lsn, event.seq - 1) < last or lsn_and_ordinal <= last_message:
             return False
-        self._last_message[own] = place
+        self._last_message[own] = lsn_and_ordinal
         return True

@@ -1,7 +1,7 @@
 """HOT PATH: frames to events, for every reader.
 
-Plain MessagePack rows are decoded in one tight loop. What is unusual, or needs something fetched
-first (dictionaries, wide rows, schemas for values that JSON cannot carry), goes through `_resolve`.
+Plain MessagePack rows are decoded in one tight loop. `_resolve` decodes every other message, among
+them those that need a dictionary, a wide row or a schema to be fetched first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENCODED = b"Content-Encoding"
 
 
 class Stored(msgspec.Struct, gc=False):
-    """An event and the sequence of the message that carried it; packed events share one."""
+    """An event and the sequence of the message that carried it; packed rows share one sequence."""
 
     stream_seq: int
     event: Event
@@ -55,8 +55,8 @@ class SchemaVersions(Protocol):
 class EventDecoder:
     """Decodes frames of the CDC stream.
 
-    A damaged message raises CorruptData, one of a newer format VersionTooNew; both name the
-    sequence.
+    A damaged message raises CorruptData, a message in a newer format raises VersionTooNew; both
+    errors name the sequence.
     """
 
     def __init__(self, subjects: Subjects, references: References, schemas: SchemaVersions) -> None:
@@ -68,13 +68,13 @@ class EventDecoder:
         self._schemas: dict[tuple[str, int], TableSchema] = {}
 
     async def decode(self, frames: Sequence[Frame]) -> list[Stored]:
-        """The events of all frames, in order; fences and unknown service messages are left out."""
+        """The events of all frames, in order, without fences and unknown service messages."""
         return (await self.decode_some(frames, sys.maxsize))[0]
 
     async def decode_some(self, frames: Iterable[Frame], enough: int) -> tuple[list[Stored], int]:
-        """The events of the first frames, until there are `enough`; and how many frames that took.
+        """The events of the first frames, until there are `enough`, and the number of these frames.
 
-        A frame is decoded whole: packed rows may make it a few hundred more.
+        Frames are decoded whole, so there may be a few hundred events more than `enough`.
         """
         stored: list[Stored] = []
         append = stored.append
@@ -114,7 +114,7 @@ class EventDecoder:
             await self._references.fill_in(document, content_type)
             events = events_of(document)
             if events[0].operation == "SCHEMA":
-                self._note_schema(TableSchema.from_document(document))
+                self._keep_schema(TableSchema.from_document(document))
         except WireError as error:
             raise damaged_message(sequence, error) from error
         if content_type == JSON:
@@ -122,11 +122,11 @@ class EventDecoder:
                 await self._restore(sequence, event)
         return events
 
-    def _note_schema(self, schema: TableSchema) -> None:
+    def _keep_schema(self, schema: TableSchema) -> None:
         self._schemas[table_token(schema.schema, schema.table), schema.schema_version] = schema
 
     async def _restore(self, sequence: int, event: Event) -> None:
-        """Give values read from JSON the types MessagePack would have carried."""
+        """Convert values read from JSON to what MessagePack would have carried."""
         if event.operation not in ROW_OPERATIONS or not isinstance(event.data, dict):
             return
         wanted = (table_token(event.schema, event.table), event.schema_version)
@@ -145,7 +145,7 @@ class EventDecoder:
 
 
 def restore_row(row: dict[str, Any], raw: Sequence[str], schema: TableSchema) -> None:
-    """Replace in `row` what JSON wrote as text or base64, by the columns' types."""
+    """Convert the values that JSON carries as text or base64 to the types of their columns."""
     for column in schema.columns:
         if column.name in row and column.name not in raw:
             row[column.name] = restore_json(row[column.name], column)
@@ -156,6 +156,8 @@ def _progress_event(document: dict[str, Any], subject: str) -> Event:
     fields: dict[str, Any] = {key: document[key] for key in known if key in document}
     event = events_of({**fields, "operation": "COMMIT"})[0]
     if subject.partition("$progress.")[2] != event.source:
-        raise WireError(f"damaged message: progress of source {event.source!r} as another's")
+        raise WireError(
+            f"damaged message: progress of source {event.source!r} on the subject of another source"
+        )
     event.operation, event.subject, event.document = "PROGRESS", subject, document
     return event

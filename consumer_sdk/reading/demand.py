@@ -1,7 +1,7 @@
-"""HOT PATH: the window of demand of a pull consumer, between the connection and its reader.
+"""HOT PATH: the open pull requests of a consumer, and the messages that they brought.
 
-It counts what was asked for, what has come and what has been taken, so that memory is bounded and a
-lost delivery is noticed.
+Messages requested, received and taken are counted, so that memory is bounded and a lost delivery is
+detected.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ _ENDED_NORMALLY: Final = ("message size exceeds maxbytes", "batch completed")
 
 
 class Delivered(NamedTuple):
-    """The oldest messages that were not taken yet, with what their delivery proves.
+    """The oldest messages not taken yet, and what their delivery proves.
 
-    From index `unwatched_from` on, messages before a frame may have been trimmed undelivered: they
-    had to wait for a request. `is_newest` tells that the last frame was the last one stored.
+    From index `unproven_from` on, messages before a frame may have been trimmed undelivered,
+    because they had to wait for a request. With `is_newest`, the last frame was the last one
+    stored.
     """
 
     frames: list[Frame]
     size: int
-    unwatched_from: int
+    unproven_from: int
     is_newest: bool
 
 
 class Demand:
-    """Pull requests that are open, and the messages that came and were not taken yet.
+    """The open pull requests, and the messages that were received and not taken yet.
 
-    `failure` says why the consumer must be replaced, None while it works. `exhausted` is set when
-    the server had fulfilled every request, so that it did not deliver at once what was stored then.
-    `taken` counts the consumer's messages that have left the buffer. Behind message number
-    `unasked_from` others may have been stored and trimmed while no request was open; None if no
-    such time is known.
+    `failure` is the reason why the consumer must be replaced, None while it works. `exhausted` is
+    set when the server has fulfilled every request: what is stored then is not delivered at once.
+    `taken` counts the consumer's messages that have left the buffer. After message number
+    `unrequested_from`, others may have been stored and trimmed while no request was open; None if
+    a request was always open.
     """
 
     def __init__(self, window: int) -> None:
@@ -52,8 +53,8 @@ class Demand:
         self.failure: str | None = "not opened"
         self.exhausted = False
         self.taken = 0
-        self.unasked_from: int | None = None
-        self._unasked_until = 0
+        self.unrequested_from: int | None = None
+        self._unrequested_until = 0
         self._window = window
         self._bytes = 0
         self._asked = 0
@@ -62,15 +63,15 @@ class Demand:
         self._asked_at = 0.0
         self._heard_at = 0.0
         self._silent = 0.0
-        """For how long nothing was heard, counting only the time spent waiting for it."""
+        """Seconds without a message or status, counting only the time in which `wait` waited."""
         self._waiter: asyncio.Future[None] | None = None
 
     def begin(self, largest_message: int) -> None:
-        """Start counting for a new consumer of messages up to a size."""
+        """Start counting for a new consumer; no message is larger than `largest_message`."""
         self.drop()
         self.exhausted = False
         self.taken = 0
-        self.unasked_from = None
+        self.unrequested_from = None
         self._asked = 0
         self._nothing_came = False
         self._request_bytes = max(WINDOW_BYTES // 2, 2 * largest_message)
@@ -78,12 +79,12 @@ class Demand:
         self._silent = 0.0
 
     @property
-    def was_unasked(self) -> bool:
+    def lacked_request(self) -> bool:
         """Whether no request was open for a time after the last message taken."""
-        return self.unasked_from is not None and self.taken >= self.unasked_from
+        return self.unrequested_from is not None and self.taken >= self.unrequested_from
 
     def on_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        """Take in what the server sends to the inbox: messages and statuses."""
+        """Receive what the server sends to the inbox: messages and statuses."""
         if reply.startswith(b"$JS.ACK."):
             self.buffer.append((subject, reply, payload, headers))
             self._bytes += len(payload)
@@ -91,20 +92,20 @@ class Demand:
             self._nothing_came = False
             if self._asked <= 0:
                 self.exhausted = True
-                self._note_unasked()
+                self._note_no_request()
         elif not self._on_status(headers or b""):
             return
         self.wake()
 
     def _on_status(self, headers: bytes) -> bool:
-        """Whether the status is worth waking up for."""
+        """Handle a status; returns whether the waiting reader must be woken."""
         self._heard_at = asyncio.get_running_loop().time()
         self._silent = 0.0
         first, _, rest = headers.partition(b"\r\n")
         status, _, description = first.removeprefix(b"NATS/1.0").strip().partition(b" ")
         fields = _fields(rest)
         if status == b"100":
-            # A heartbeat says how many messages were delivered: fewer here means some were lost.
+            # A heartbeat counts the delivered messages. If fewer came, some were lost.
             sent = fields.get(b"nats-last-consumer", b"")
             if sent.isdigit() and int(sent) > self.taken + len(self.buffer):
                 self.failure = "messages were lost on the way"
@@ -114,37 +115,37 @@ class Demand:
         ended = description.decode("utf-8", "replace").lower()
         if status == b"408" or (status == b"409" and ended.startswith(_ENDED_NORMALLY)):
             if status == b"409" and self._nothing_came:
-                # Stored while the server allowed larger messages: ask for more bytes at a time.
+                # The next message dates from a larger size limit: request more bytes at a time.
                 self._request_bytes *= 2
             self._asked = max(0, self._asked - int(pending)) if pending.isdigit() else 0
             self.exhausted = self.exhausted or self._asked == 0
             # A request that expires is renewed at once, unless this process was frozen.
             late = time.time() > self._asked_at + EXPIRES_SECONDS + LATE_SECONDS
             if self._asked == 0 and (status == b"409" or late):
-                self._note_unasked()
+                self._note_no_request()
         elif status:
             self.failure = f"{status.decode('ascii', 'replace')} {ended}"
         return True
 
-    def _note_unasked(self) -> None:
-        self._unasked_until = self.taken + len(self.buffer)
-        if self.unasked_from is None or self._unasked_until < self.unasked_from:
-            self.unasked_from = self._unasked_until
+    def _note_no_request(self) -> None:
+        self._unrequested_until = self.taken + len(self.buffer)
+        if self.unrequested_from is None or self._unrequested_until < self.unrequested_from:
+            self.unrequested_from = self._unrequested_until
 
     def fail(self, reason: str) -> None:
-        """Note why the consumer must be replaced, and wake whoever waits."""
+        """Set the reason why the consumer must be replaced, and end a wait."""
         self.failure = reason
         self.wake()
 
     def drop(self) -> None:
-        """Forget what was not taken; it will be delivered again."""
+        """Empty the buffer; the next consumer delivers these messages again."""
         self.buffer.clear()
         self._bytes = 0
 
     def peek(self, limit: int, through: int) -> Delivered:
         """The messages to be taken next, all of them stored after sequence `through`.
 
-        A delivery that is lost or foreign is noted as `failure`; the messages before it are good.
+        A lost or foreign delivery sets `failure`; the messages before it are returned.
         """
         frames: list[Frame] = []
         append = frames.append
@@ -171,28 +172,28 @@ class Demand:
                     waiting_from = len(frames)
         except (ValueError, IndexError):
             self.failure = "a message in the inbox is not from JetStream"
-        unwatched_from = len(frames) if waiting_from is None else waiting_from
+        unproven_from = len(frames) if waiting_from is None else waiting_from
         if self.exhausted:
-            unwatched_from = 0
-        elif self.unasked_from is not None:
-            unwatched_from = min(unwatched_from, max(0, self.unasked_from - self.taken))
-        return Delivered(frames, size, unwatched_from, pending == b"0")
+            unproven_from = 0
+        elif self.unrequested_from is not None:
+            unproven_from = min(unproven_from, max(0, self.unrequested_from - self.taken))
+        return Delivered(frames, size, unproven_from, pending == b"0")
 
     def remove(self, count: int, size: int) -> None:
-        """Let go of the oldest messages, `size` bytes together."""
+        """Remove the oldest messages, whose payloads have `size` bytes together."""
         popleft = self.buffer.popleft
         for _ in range(count):
             popleft()
         self._bytes -= size
         self._silent = 0.0
         self.taken += count
-        if self.taken > self._unasked_until:
-            self.unasked_from = None
+        if self.taken > self._unrequested_until:
+            self.unrequested_from = None
         if self._asked > 0:
             self.exhausted = False
 
     def request(self, taking: int) -> bytes | None:
-        """The pull request that is due, None if enough is asked for or held already.
+        """The pull request to send now; None if enough messages are requested or held already.
 
         `taking` messages are about to be removed.
         """
@@ -216,9 +217,9 @@ class Demand:
         ).encode()
 
     async def wait(self, deadline: float | None) -> None:
-        """Wait for a message, for a failure, or until `deadline`; silence is a failure too.
+        """Wait for a message, for a failure, or until `deadline`; missing heartbeats are a failure.
 
-        Silence adds up over short waits, or a reader that waits often would never notice it.
+        Silence adds up over several waits: each may be shorter than the limit.
         """
         loop = asyncio.get_running_loop()
         begun = loop.time()

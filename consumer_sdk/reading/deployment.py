@@ -1,4 +1,4 @@
-"""One deployment of tailrace over one connection: what every reader of it is made of."""
+"""One deployment of tailrace, reached over one connection; all readers share it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Deployment:
-    """A connection, the deployment's names, its schemas, and what its messages refer to."""
+    """The connection, the deployment's names, its schemas, and what its messages refer to."""
 
     def __init__(self, nc: NatsConnection, settings: NatsSettings) -> None:
         self.nc = nc
@@ -36,21 +36,21 @@ class Deployment:
         return EventDecoder(self.subjects, self.references, self.schemas)
 
     async def cdc_bounds(self) -> StreamBounds:
-        """What the change stream holds; NotAvailable where there is none."""
+        """The first and last sequence of the change stream; NotAvailable if there is no stream."""
         return await stream_bounds(self.nc, self.subjects.cdc_stream)
 
     async def cdc_message(self, request: dict[str, Any]) -> Frame | None:
-        """One message of the change stream; see `get_message`."""
+        """One message of the change stream, see `get_message`."""
         return await get_message(self.nc, self.subjects.cdc_stream, request)
 
     def filters(
         self, tables: Sequence[TableName] | None, extra_subjects: Sequence[str] = ()
     ) -> list[str]:
-        """Subjects that hold everything about the tables, without overlaps."""
+        """Subjects that cover the tables and do not overlap; None means all tables."""
         if tables is None:
             return [self.subjects.cdc_all]
         own = [self.subjects.table_filter(table_token(*resolve_table(table))) for table in tables]
         filters = list(dict.fromkeys([*own, *extra_subjects]))
         if not filters:
-            raise UsageError("no table is named; None stands for all of them")
+            raise UsageError("no table is named; pass None for all tables")
         return filters

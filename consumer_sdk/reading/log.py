@@ -1,4 +1,4 @@
-"""The change log by sequence: what it holds, bounded reads of it, and waiting for more."""
+"""The change log by sequence: its bounds, reads of a range, and waiting for new messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULT_BATCH = 1000
 class LogReader:
     """Random access to the change log by stream sequence.
 
-    Slices are independent of each other: any number of readers may read any of them in parallel.
+    Reads are independent: any number of readers may read any ranges in parallel.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -47,7 +47,7 @@ class LogReader:
         self._decoder = deployment.decoder()
 
     async def bounds(self) -> LogBounds:
-        """The sequences held now, first and last included, and the stream's creation time."""
+        """The first and last sequence stored now, and the creation time of the stream."""
         return await self._deployment.cdc_bounds()
 
     async def read(
@@ -62,8 +62,8 @@ class LogReader:
     ) -> AsyncGenerator[list[Stored], None]:
         """The events stored at sequences [first, end), in batches that are never empty.
 
-        `subjects` restricts them to some subjects; `created` names the stream expected. GapError if
-        a part of the range is no longer there, UsageError if a part is not there yet.
+        `subjects` selects some subjects; `created` is the creation time of the expected stream.
+        GapError if part of the range is no longer stored, UsageError if part is not stored yet.
         """
         frames = self.read_raw(
             first, end, subjects, created=created, max_batch=max_batch, timeout=timeout
@@ -84,7 +84,7 @@ class LogReader:
         max_batch: int = DEFAULT_BATCH,
         timeout: float | None = None,
     ) -> AsyncGenerator[list[Frame], None]:
-        """Like `read`, undecoded: sequence, subject, header block and payload as stored."""
+        """Like `read`, but not decoded: sequence, subject, header block and payload as stored."""
         if first < 1 or end < first:
             raise UsageError(f"not a range of sequences: [{first}, {end})")
         bounds = await self.bounds()
@@ -104,7 +104,7 @@ class LogReader:
             window=max(64, min(4096, end - first)),
             timeout=timeout,
         )
-        # The first look opens the consumer, which then knows whether anything is pending at all.
+        # The first call opens the consumer, which then knows whether anything is pending.
         wait = 0.0
         try:
             while consumer.next_sequence < end:
@@ -136,7 +136,7 @@ class LogReader:
         return True
 
     async def poll(self, after: int, timeout: float | None = None) -> LogBounds:
-        """Wait until something is stored after sequence `after`, or `timeout` seconds passed."""
+        """Wait until something is stored after sequence `after`, at most `timeout` seconds."""
         bounds = await self.bounds()
         if bounds.last > after or (timeout is not None and timeout <= 0):
             return bounds
@@ -165,7 +165,7 @@ def read_log_blocking(
     max_batch: int = DEFAULT_BATCH,
     timeout: float | None = 60.0,
 ) -> Iterator[list[Stored]]:
-    """`LogReader.read` for code without an event loop; owns and closes its connection."""
+    """`LogReader.read` for code without an event loop; opens and closes its own connection."""
     return _blocking(
         settings,
         lambda log: log.read(
@@ -185,7 +185,7 @@ def read_log_blocking_raw(
     max_batch: int = DEFAULT_BATCH,
     timeout: float | None = 60.0,
 ) -> Iterator[list[Frame]]:
-    """`LogReader.read_raw` for code without an event loop; owns and closes its connection."""
+    """`LogReader.read_raw` for code without an event loop; opens and closes its own connection."""
     return _blocking(
         settings,
         lambda log: log.read_raw(

@@ -1,4 +1,4 @@
-"""How far a source has got, by its own progress messages and by what is stored of it."""
+"""How far the stream has got with a source, from progress messages and from stored events."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Every change with end LSN at or below `lsn` is stored at a sequence up to `stream_seq`.
+    """Every change with an end LSN up to `lsn` is stored at a sequence up to `stream_seq`.
 
-    `source_lsn` is how far the source itself had got when it was written; `gap` tells what was
-    lost, None where nothing was.
+    `source_lsn` is how far PostgreSQL's own log had got at the time of writing. `gap` describes
+    lost changes, None if there are none.
     """
 
     source: str
@@ -55,11 +55,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Changes that the stream does not hold, as a source announces them."""
+    """Changes that the stream does not hold, as the bridge announces them."""
 
     reason: str
     tables: frozenset[str] | None
-    """Tokens of the tables concerned; None stands for all of them."""
+    """Tokens of the affected tables; None means all tables of the source."""
 
     def concerns(self, schema: str, table: str) -> bool:
         """Whether readers of a table need a new snapshot."""
@@ -67,7 +67,7 @@ class Gap:
 
 
 def gap_of(document: dict[str, Any]) -> Gap | None:
-    """The gap that a progress document announces."""
+    """The gap that a progress document announces, None if it announces none."""
     gap = document.get("gap")
     if not gap:
         return None
@@ -83,7 +83,7 @@ async def find_progress(deployment: Deployment, source: str) -> Progress | None:
     """The newest progress of a source; None if it never wrote any."""
     subjects = deployment.subjects
     bucket = subjects.bridge_bucket
-    # The newest is also kept in the bucket, because retention takes it from the stream.
+    # The bucket keeps the newest one, because retention removes it from the stream.
     kept = {"last_by_subj": f"$KV.{bucket}.progress.{source}"}
     frames = [
         await deployment.cdc_message({"last_by_subj": subjects.progress(source)}),
@@ -91,15 +91,15 @@ async def find_progress(deployment: Deployment, source: str) -> Progress | None:
     ]
     found = [decode_progress(frame) for frame in frames if frame is not None and frame.payload]
     if any(one.source != source for one in found):
-        raise CorruptData(f"progress message of source {source}: it is one of another source")
+        raise CorruptData(f"progress message of source {source}: it belongs to another source")
     return max(found, key=lambda one: (one.epoch, one.lsn), default=None)
 
 
 async def newest_lsn(deployment: Deployment, source: str, epoch: int, wanted_lsn: int) -> int:
-    """The largest commit LSN of a source known to be stored; looks no further than `wanted_lsn`.
+    """The largest commit LSN of a source known to be stored; stops searching at `wanted_lsn`.
 
-    Every transaction of the epoch with a smaller one is stored before it. Positions of other
-    epochs are not compared: a database restored from a backup has smaller ones than before.
+    Every transaction of the epoch with a smaller commit LSN is stored before it. LSNs of other
+    epochs are ignored: after a restore from a backup they may be larger than the current ones.
     """
     progress = await find_progress(deployment, source)
     newest = progress.lsn if progress is not None and progress.epoch == epoch else 0
@@ -129,7 +129,7 @@ async def newest_lsn(deployment: Deployment, source: str, epoch: int, wanted_lsn
 
 
 def decode_progress(frame: Frame) -> Progress:
-    """The progress in a stored message, of the stream or of the bucket."""
+    """Decode a progress message of the stream, or a value of the bucket."""
     headers = parse_headers(frame.headers) or {}
     if "Content-Type" not in headers and frame.payload[:1] == b"{":
         headers["Content-Type"] = JSON

@@ -1,7 +1,7 @@
-"""Whether a stream still continues where a reader stopped: the only place that decides it.
+"""Whether a stream still continues where a reader stopped; no other module decides this.
 
-`find_break` compares a stored position with what the stream holds. `Proof` does so for a reader at
-work, and asks only where the deliveries themselves do not prove that nothing was trimmed.
+`find_break` compares a sequence with the bounds of the stream. `Proof` serves a running reader: it
+needs the bounds only where the deliveries do not prove that no message was trimmed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class StreamBreak(Enum):
 def find_break(
     bounds: StreamBounds, next_sequence: int, created: int | None = None
 ) -> StreamBreak | None:
-    """Why a reader of everything from `next_sequence` on would miss messages; None if it would not.
+    """Why a reader that starts at `next_sequence` would miss messages; None if it misses none.
 
-    `created` is the creation time of the stream in which the sequence was counted; None accepts any
+    `created` is the creation time of the stream that the sequence belongs to; None accepts any
     stream.
     """
     if created is not None and bounds.created != created:
@@ -55,28 +55,28 @@ def require_same_stream(bounds: StreamBounds, next_sequence: int, created: int |
 def require_continuation(
     bounds: StreamBounds, next_sequence: int, created: int | None = None
 ) -> None:
-    """Raise GapError where `find_break` finds one."""
+    """Raise GapError if `find_break` finds a break."""
     found = find_break(bounds, next_sequence, created)
     if found is not None:
         raise GapError(found.value, next_sequence, bounds.first)
 
 
 class Trimming(Enum):
-    """What it means to a reader that messages were trimmed before they were delivered."""
+    """How a reader treats messages that were trimmed before they were delivered."""
 
     IS_A_GAP = "is a gap"
     ALLOWED_BEFORE_FIRST = "allowed before first"
-    """The first message may be any later one than the one asked for."""
+    """The first message may be a later one than requested; after it, trimming is a gap."""
     ALLOWED = "allowed"
-    """As for buckets, which keep the newest message of each subject."""
+    """For buckets, which keep only the newest message of each subject."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Which messages of a stream are read, and from where.
 
-    `filters` are subjects that do not overlap. `created` is the creation time of the stream
-    expected, None for any.
+    `filters` are subjects that do not overlap. `created` is the creation time of the expected
+    stream; None accepts any stream.
     """
 
     stream: str
@@ -90,16 +90,16 @@ class Proof:
     """Proves for one reader that no message of its selection was trimmed undelivered.
 
     `through` is the sequence up to which every selected message has been taken. While a pull
-    request is open and nothing is pending, a message is delivered as it is stored: a jump of
-    sequences then means that others' messages lie between. At any other time a jump is proven by
-    the stream's first sequence, which must not lie behind it.
+    request is open and nothing is pending, a message is delivered as soon as it is stored: a jump
+    of sequences then means that messages of other subjects lie between. At any other time the
+    stream's first sequence must prove that nothing within the jump was trimmed.
     """
 
     def __init__(self, selection: Selection) -> None:
         self.through = max(selection.start_sequence, 1) - 1
         self.created = selection.created
         self._trimming = selection.trimming
-        self._unwatched = True
+        self._next_unproven = True
 
     @property
     def next_sequence(self) -> int:
@@ -107,10 +107,10 @@ class Proof:
         return self.through + 1
 
     def begin(self, bounds: StreamBounds) -> None:
-        """Begin with a new consumer at `next_sequence`; it existed before `bounds` were read."""
+        """Start with a new consumer at `next_sequence`, created before `bounds` were read."""
         self.created = bounds.created
         self.require_untrimmed(bounds)
-        self._unwatched = True
+        self._next_unproven = True
 
     def require_stream(self, bounds: StreamBounds) -> None:
         """Raise GapError if the stream was recreated, or ends before what has been taken."""
@@ -124,12 +124,12 @@ class Proof:
             wanted = self.next_sequence if through is None else through + 1
             require_continuation(bounds, wanted, self.created)
 
-    def doubtful_after(self, delivered: Delivered) -> int | None:
-        """The sequence behind which a message may have been trimmed undelivered; None if proven."""
+    def unproven_after(self, delivered: Delivered) -> int | None:
+        """The sequence after which a message may have been trimmed undelivered, or None."""
         if self._trimming is not Trimming.IS_A_GAP:
             return None
         frames = delivered.frames
-        start = 0 if self._unwatched else delivered.unwatched_from
+        start = 0 if self._next_unproven else delivered.unproven_from
         previous = frames[start - 1].stream_seq if start else self.through
         if frames[-1].stream_seq - previous == len(frames) - start:
             return None
@@ -139,20 +139,20 @@ class Proof:
             previous = frame.stream_seq
         return previous
 
-    def take(self, sequence: int, *, unwatched: bool) -> None:
-        """Move on to the last message taken; `unwatched` if the next one may be trimmed unseen."""
+    def take(self, sequence: int, *, next_unproven: bool) -> None:
+        """Set the last sequence taken, and whether the next message may be trimmed undelivered."""
         self.through = sequence
-        self._unwatched = unwatched
+        self._next_unproven = next_unproven
         if self._trimming is Trimming.ALLOWED_BEFORE_FIRST:
             self._trimming = Trimming.IS_A_GAP
 
-    def pass_over(self, bounds: StreamBounds, *, unwatched: bool) -> None:
-        """Move on to the end of the stream, of which nothing more is selected.
+    def pass_over(self, bounds: StreamBounds, *, next_unproven: bool) -> None:
+        """Move to the end of the stream, because no selected message is left before it.
 
-        Trimming the messages of other subjects is then no gap. GapError if a selected message may
-        have been trimmed before.
+        Trimming messages of other subjects is then not a gap. Raises GapError if a selected message
+        may have been trimmed before.
         """
-        if self._unwatched or unwatched:
+        if self._next_unproven or next_unproven:
             self.require_untrimmed(bounds)
         self.through = max(self.through, bounds.last)
-        self._unwatched = False
+        self._next_unproven = False

@@ -1,8 +1,9 @@
-"""Pull consumer: a gapless run of stored messages, taken in batches, with bounded memory.
+"""Pull consumer: stored messages without gaps, taken in batches, with bounded memory.
 
-The consumer on the server is ephemeral and acknowledges nothing: only this reader knows what it has
-taken. So every failure (connection lost, delivery numbers that jump, missing heartbeats, a consumer
-that is gone) is repaired the same way, by a new consumer after the last message taken.
+The consumer on the server is ephemeral and needs no acknowledgements: only this reader knows which
+messages it has taken. So every failure (lost connection, jumping delivery numbers, missing
+heartbeats, deleted consumer) is repaired in the same way: a new consumer starts after the last
+message taken.
 https://docs.nats.io/reference/reference-protocols/nats_api_reference
 """
 
@@ -41,9 +42,9 @@ _NANOSECONDS = 1_000_000_000
 class PullConsumer:
     """Takes the selected messages of a stream, each once and in order.
 
-    GapError is raised as soon as selected messages may have been trimmed undelivered, unless the
-    selection allows it, or when the stream is gone or is not the one expected. A lost connection is
-    waited for, at most `timeout` seconds if given.
+    Raises GapError if selected messages may have been trimmed undelivered and the selection does
+    not allow that, or if the stream is gone or is not the expected one. After a lost connection it
+    waits for NATS, at most `timeout` seconds if given.
     """
 
     def __init__(
@@ -78,18 +79,18 @@ class PullConsumer:
 
     @property
     def created(self) -> int | None:
-        """Creation time of the stream, microseconds; None before it was first seen."""
+        """Creation time of the stream in microseconds; None before the first consumer."""
         return self._proof.created
 
     @property
     def caught_up(self) -> bool:
-        """True when everything that was stored at the last look has been taken."""
+        """Whether everything stored at the last check has been taken."""
         return self._caught_up and not self._demand.buffer
 
     async def take(self, limit: int, wait: float | None = None) -> list[Frame]:
         """Up to `limit` messages, as soon as there is one; [] only after `wait` seconds.
 
-        Cancelling loses nothing: what was not returned is returned by the next call.
+        Cancelling loses nothing: the next call returns what this one did not.
         """
         loop = asyncio.get_running_loop()
         deadline = None if wait is None else loop.time() + wait
@@ -114,9 +115,9 @@ class PullConsumer:
             await demand.wait(deadline)
 
     async def is_through(self, end: int) -> bool:
-        """Whether nothing stored before `end` is still to be taken, as the stream's leader has it.
+        """Whether every message before `end` has been taken, according to the stream's leader.
 
-        In a cluster the consumer may live with a replica that lags, and see nothing pending there.
+        In a cluster the consumer may run on a server that lags, where nothing seems pending.
         """
         for subjects in self._filters:
             request = {"seq": self.next_sequence, "next_by_subj": subjects}
@@ -130,7 +131,7 @@ class PullConsumer:
         return True
 
     async def close(self) -> None:
-        """Give up the consumer; idempotent."""
+        """Delete the consumer on the server; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -145,41 +146,41 @@ class PullConsumer:
         demand, proof = self._demand, self._proof
         delivered = demand.peek(limit, proof.through)
         frames = delivered.frames
-        if not frames or not await self._is_proven(proof.doubtful_after(delivered)):
+        if not frames or not await self._is_proven(proof.unproven_after(delivered)):
             demand.drop()
             return []
         await self._replenish(len(frames))
-        # Nothing is awaited from here on, so that a cancelled call has taken nothing.
+        # Nothing is awaited from here on, so a cancelled call has taken nothing.
         demand.remove(len(frames), delivered.size)
         self._caught_up = delivered.is_newest
-        unwatched = not delivered.is_newest or demand.was_unasked
-        proof.take(frames[-1].stream_seq, unwatched=unwatched)
+        next_unproven = not delivered.is_newest or demand.lacked_request
+        proof.take(frames[-1].stream_seq, next_unproven=next_unproven)
         if demand.failure is not None:
             demand.drop()
         return frames
 
-    async def _is_proven(self, doubtful_after: int | None) -> bool:
-        """Whether nothing was trimmed undelivered; GapError if it may have been.
+    async def _is_proven(self, unproven_after: int | None) -> bool:
+        """Whether it is proven that nothing was trimmed undelivered; GapError if something may be.
 
-        False if the stream cannot be asked at the moment.
+        Returns False if the stream's bounds cannot be read now.
         """
-        if doubtful_after is None:
+        if unproven_after is None:
             return True
         try:
             bounds = await self._bounds()
         except NotAvailable as error:
             self._demand.failure = str(error)
             return False
-        self._proof.require_untrimmed(bounds, doubtful_after)
+        self._proof.require_untrimmed(bounds, unproven_after)
         return True
 
     async def _pass_over_others(self) -> None:
-        """When idle, move on past messages of other subjects, so that trimming them is no gap."""
+        """When idle, move past messages of other subjects, so that trimming them is not a gap."""
         demand = self._demand
         try:
             bounds = await self._bounds()
             info = await self._nc.api(f"CONSUMER.INFO.{self._stream}.{self._consumer}")
-            # What another server counts as pending may be less than the leader has stored.
+            # A server that lags behind the leader may count too few pending messages.
             through = leader_of(info) == bounds.leader or await self.is_through(bounds.last + 1)
         except (NotAvailable, ApiError) as error:
             demand.failure = str(error)
@@ -190,8 +191,8 @@ class PullConsumer:
         pending = int(info["num_pending"]) or not through
         if pending or int(info["delivered"]["consumer_seq"]) != demand.taken:
             return
-        self._proof.pass_over(bounds, unwatched=demand.was_unasked)
-        demand.unasked_from = None
+        self._proof.pass_over(bounds, next_unproven=demand.lacked_request)
+        demand.unrequested_from = None
         self._caught_up = True
 
     async def _replenish(self, taking: int) -> None:
@@ -287,7 +288,7 @@ class PullConsumer:
             f"CONSUMER.CREATE.{self._stream}", {"stream_name": self._stream, "config": config}
         )
         self._consumer = str(answer["name"])
-        # Asked after the consumer exists: what is trimmed from now on shows as a jump.
+        # Read after the consumer was created: what is trimmed from now on shows as a jump.
         self._proof.begin(await self._bounds())
         self._demand.begin(self._nc.max_payload)
         self._caught_up = int(answer.get("num_pending", 1)) == 0

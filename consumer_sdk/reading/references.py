@@ -1,4 +1,4 @@
-"""What messages refer to and do not carry: zstd dictionaries, and wide rows kept as objects."""
+"""What messages refer to: zstd dictionaries, and wide rows stored as objects."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.subjects import Subjects
 
 LARGEST_OBJECT_BYTES = 4 * 1024**3
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 WINDOW = 32
 _NUID = re.compile(r"[A-Za-z0-9]+\Z")
 _REFERENCED: Final = ("data", "old", "unchanged", "raw", "encoding")
 _PLAIN: Final = b"Content-Type: application/msgpack"
 _ENCODED: Final = b"Content-Encoding"
-# The key `ref` in either encoding; bytes that only look like it cost one decoding.
+# The key `ref` in either encoding. A false match costs one decoding.
 _REF_KEYS: Final = (b"\xa3ref", b'"ref"')
 
 
@@ -79,7 +79,7 @@ class References:
             await self.dictionary(name)
 
     async def document(self, headers: Mapping[str, str] | None, payload: bytes) -> Document:
-        """The document in a message, whatever it was written as; WireError if it is damaged."""
+        """The document in a message, in either encoding; WireError if it is damaged."""
         while True:
             try:
                 return decode_payload(headers, payload, self._dictionaries)
@@ -88,7 +88,7 @@ class References:
             await self.dictionary(name)
 
     async def fill_in(self, document: Document, content_type: str) -> bool:
-        """Put rows kept as objects in the place of their `ref`; whether there were any."""
+        """Replace each `ref` by the row stored as an object; returns whether there were any."""
         rows = document.get("rows")
         holders: Sequence[Any] = rows if isinstance(rows, list) else (document,)
         found = False
@@ -103,14 +103,14 @@ class References:
         return found
 
     async def row(self, reference: dict[str, Any], content_type: str) -> Document:
-        """The document kept as an object, written as the message that refers to it."""
+        """The document stored as an object, in the encoding of the message that refers to it."""
         content = await self.fetch_object(reference)
         return decode_payload({CONTENT_TYPE: content_type}, content, versioned=False)
 
     async def self_contained(self, frames: Sequence[Frame]) -> list[tuple[str, bytes]]:
-        """Content type and payload of messages, made readable without NATS.
+        """Content type and payload of each message, readable without NATS.
 
-        Compression is undone and wide rows are filled in; anything else stays as it was stored.
+        Payloads are decompressed and wide rows filled in; everything else stays as stored.
         """
         found = []
         for frame in frames:
@@ -145,9 +145,9 @@ class References:
         return entry.value or b""
 
     async def fetch_object(self, reference: dict[str, Any]) -> bytes:
-        """The bytes a `ref` stands for, with size and sha256 verified.
+        """The content of the object that a `ref` names, with size and sha256 verified.
 
-        A ref to another bucket than the deployment's own is refused.
+        A `ref` to a bucket other than the deployment's own raises CorruptData.
         """
         bucket = self._objects_bucket
         name, size = reference.get("name"), reference.get("size")
@@ -155,9 +155,9 @@ class References:
         if reference.get("bucket") != bucket or not isinstance(name, str) or not name:
             raise CorruptData("a row refers to an object outside this deployment's object store")
         if not isinstance(size, int) or isinstance(size, bool):
-            raise CorruptData(f"object {name}: no sane size")
+            raise CorruptData(f"object {name}: its size is not valid")
         if not 0 < size <= LARGEST_OBJECT_BYTES:
-            raise CorruptData(f"object {name}: no sane size")
+            raise CorruptData(f"object {name}: its size is not valid")
         if not isinstance(digest, str):
             raise CorruptData(f"object {name}: no sha256")
         nuid = await self._content_id(name, size)
@@ -169,7 +169,7 @@ class References:
         return content
 
     async def _content_id(self, name: str, size: int) -> str:
-        """The id under which an object's pieces are stored; its described size must be `size`."""
+        """The id under which an object's pieces are stored; its size must be `size`."""
         bucket = self._objects_bucket
         try:
             store = await self._nc.jetstream().object_store(bucket)
@@ -178,11 +178,11 @@ class References:
         except nats.js.errors.NotFoundError as error:
             raise CorruptData(f"object {name} is not in the object store {bucket}") from error
         except (nats.js.errors.BadObjectMetaError, *MISFITS) as error:
-            raise CorruptData(f"object {name} is not described as an object is") from error
+            raise CorruptData(f"object {name}: its metadata is damaged") from error
         except (nats.errors.Error, OSError, TimeoutError) as error:
             raise NotAvailable(f"object {name} cannot be read: {error}") from error
         if linked or _NUID.match(str(nuid)) is None:
-            raise CorruptData(f"object {name} is not described as an object is")
+            raise CorruptData(f"object {name}: its metadata is damaged")
         if found != size:
             raise CorruptData(f"object {name} has {found!r} bytes, {size} were written")
         return nuid
@@ -195,7 +195,7 @@ class References:
         consumer = PullConsumer(self._nc, pieces, window=WINDOW)
         try:
             while len(content) < size:
-                frames = await consumer.take(WINDOW, wait=LOOK_SECONDS)
+                frames = await consumer.take(WINDOW, wait=CHECK_SECONDS)
                 # Caught up means that the leader of the stream has no more of them.
                 if not frames and consumer.caught_up:
                     raise CorruptData(f"object {name} has {len(content)} of its {size} bytes")

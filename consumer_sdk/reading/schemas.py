@@ -43,7 +43,7 @@ TableName = str | tuple[str, str]
 
 
 def resolve_table(table: TableName) -> tuple[str, str]:
-    """(schema, table) of either spelling; UsageError if it is not a table name."""
+    """(schema, table) from either form; UsageError if it is not a table name."""
     if isinstance(table, tuple):
         return table
     try:
@@ -53,13 +53,13 @@ def resolve_table(table: TableName) -> tuple[str, str]:
 
 
 def read_schema(key: str, value: bytes) -> TableSchema:
-    """Decode a schema document of the bucket, MessagePack or JSON."""
+    """Decode a schema document of the bucket, in MessagePack or JSON."""
     headers = {"Content-Type": JSON} if value[:1] == b"{" else None
     try:
         schema = TableSchema.from_document(decode_payload(headers, value))
         token = table_token(schema.schema, schema.table)
         if token != key:
-            raise WireError(f"it is one of table {token}")
+            raise WireError(f"it belongs to table {token}")
         return schema
     except WireVersionError as error:
         raise VersionTooNew(f"schema {key}: {error}") from error
@@ -78,7 +78,7 @@ class Schemas:
         self._store: KeyValue | None = None
 
     async def find(self, token: str) -> TableSchema | None:
-        """The schema of one table by its token, None if there is none."""
+        """The newest schema of one table by its token, None if there is none."""
         try:
             if self._store is None:
                 self._store = await self._nc.jetstream().key_value(self._bucket)
@@ -112,7 +112,7 @@ class Schemas:
         return newest
 
     async def get(self, table: TableName) -> TableSchema:
-        """The schema of one table; UnknownTable with similar names if there is none."""
+        """The newest schema of one table; UnknownTable with similar names if there is none."""
         schema_name, name = resolve_table(table)
         found = await self.find(table_token(schema_name, name))
         if found is None:
@@ -122,7 +122,7 @@ class Schemas:
         return found
 
     async def all(self) -> list[TableSchema]:
-        """Every published table, sorted by schema and name."""
+        """The newest schema of every published table, sorted by schema and name."""
         found: dict[str, TableSchema] = {}
         consumer = self._consumer(timeout=10.0)
         try:

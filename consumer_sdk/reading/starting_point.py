@@ -1,4 +1,4 @@
-"""Where to begin reading: now, the start, a sequence, a time, or a position of each source."""
+"""Where to start reading: now, the start, a sequence, a time, or a position of each source."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ _WINDOW = 1024
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """A stream sequence, and what must be dropped after it.
+    """The stream sequence to start at, and the events to drop after it.
 
-    `cut` names transactions, as (source, commit LSN), that began before the sequence.
+    `after` holds a position for each source and epoch: events up to it are dropped. `cut` holds
+    transactions, as (source, commit LSN), that began before the sequence: they are dropped too.
     """
 
     sequence: int
@@ -59,10 +60,10 @@ class StartingPoint:
 async def find_starting_point(
     deployment: Deployment, after: After, tables: Sequence[TableName] | None = ()
 ) -> StartingPoint:
-    """Turn what the caller asks for into a sequence of the stream as it stands.
+    """Turn what the caller asks for into a sequence of the stream.
 
-    `tables` are those whose transactions must not begin half way. A position that the stream does
-    not reach back to raises GapError.
+    For `tables`, transactions that would begin in the middle are found. A position older than the
+    stream raises GapError.
     """
     bounds = await deployment.cdc_bounds()
     if tables is None and after == "now":
@@ -85,11 +86,11 @@ async def find_starting_point(
         sequence = await probe.sequence_at(after)
         return StartingPoint(sequence, bounds.created, True, cut=await probe.cut_at(sequence))
     elif isinstance(after, Mapping):
-        positions = {source: SourcePosition(*place) for source, place in after.items()}
+        positions = {source: SourcePosition(*position) for source, position in after.items()}
         sequence = await probe.sequence_after(positions)
         dropped = {
-            (source, place.epoch): Position(place.commit_lsn, place.seq)
-            for source, place in positions.items()
+            (source, position.epoch): Position(position.commit_lsn, position.seq)
+            for source, position in positions.items()
         }
         return StartingPoint(sequence, bounds.created, after=dropped)
     raise UsageError(
@@ -98,7 +99,7 @@ async def find_starting_point(
 
 
 class _Probe:
-    """Looks at single messages of the stream."""
+    """Reads single messages of the stream to find sequences."""
 
     def __init__(
         self, deployment: Deployment, bounds: StreamBounds, filters: Sequence[str]
@@ -111,12 +112,12 @@ class _Probe:
         self._filters = filters
 
     async def cut_at(self, sequence: int) -> frozenset[tuple[str, int]]:
-        """The transactions that are under way at a sequence: begun before it, not yet ended."""
+        """The transactions that begin before a sequence and end after it."""
         cut: set[tuple[str, int]] = set()
         settled: set[str] = set()
-        before = [one[-1] for one in await self._near(sequence - _NEARBY, sequence)]
+        before = [one[-1] for one in await self._readable(sequence - _NEARBY, sequence)]
         if sequence > self._bounds.last:
-            # Another source may have filled the last messages, so the tables' own are read too.
+            # The last messages may all be of another source, so each table's last one is read too.
             before += await self._newest()
             before.sort(key=_sequence)
         for stored in reversed(before):
@@ -125,8 +126,8 @@ class _Probe:
                 settled.add(event.source)
                 if not event.last and event.operation != "COMMIT":
                     cut.add((event.source, event.commit_lsn))
-        # Older messages may be trimmed: a first event with an ordinal above 0 lacks its beginning.
-        for message in await self._near(sequence, sequence + _NEARBY):
+        # Older messages may be trimmed: an ordinal above 0 in the first event shows that.
+        for message in await self._readable(sequence, sequence + _NEARBY):
             event = message[0].event
             if event.operation in COUNTED and event.source not in settled:
                 settled.add(event.source)
@@ -134,15 +135,15 @@ class _Probe:
                     cut.add((event.source, event.commit_lsn))
         return frozenset(cut)
 
-    async def _near(self, start: int, end: int) -> list[list[Stored]]:
-        """The events of each message stored in [start, end), without those that are damaged."""
+    async def _readable(self, start: int, end: int) -> list[list[Stored]]:
+        """The events of each message stored in [start, end); damaged messages are skipped."""
         async with aclosing(self._messages(start, end, lenient=True)) as messages:
             return [message async for message in messages]
 
     async def _messages(
         self, start: int, end: int, *, lenient: bool = False
     ) -> AsyncGenerator[list[Stored], None]:
-        """The events of each message stored in [start, end), as far as the stream goes."""
+        """The events of each message stored in [start, end) and within the stream's bounds."""
         start = max(self._bounds.first, start)
         end = min(end, self._bounds.last + 1)
         if start >= end:
@@ -159,7 +160,7 @@ class _Probe:
                 frames = await consumer.take(_NEARBY, wait=1.0)
                 for frame in frames:
                     if frame.stream_seq < end:
-                        # Damage outside what the caller asked for is no reason to fail.
+                        # The caller did not ask for these messages, so damage in them is no error.
                         with suppress(CorruptData) if lenient else nullcontext():
                             if stored := await self._decoder.decode([frame]):
                                 yield stored
@@ -188,34 +189,34 @@ class _Probe:
         return max(self._bounds.first, min(found, self._bounds.last + 1))
 
     async def sequence_after(self, positions: Mapping[str, SourcePosition]) -> int:
-        """A sequence before which nothing of these sources lies after its position.
+        """A sequence such that all events of these sources before it are up to their positions.
 
-        Positions of a source grow along the stream, so bisection finds it.
+        The positions of a source grow along the stream, so bisection finds it.
         """
         if not positions:
             raise UsageError("no position is given to start after")
         return min([await self._sequence_after(*item) for item in positions.items()])
 
-    async def _sequence_after(self, source: str, place: SourcePosition) -> int:
+    async def _sequence_after(self, source: str, position: SourcePosition) -> int:
         low, high = self._bounds.first, self._bounds.last + 1
-        # Invariant: everything of the source stored below `low` is at or before `place`, provided
-        # that this holds at the first sequence, which is checked first.
+        # Invariant: every event of the source stored before `low` is at or before `position`. The
+        # check of the first event makes it true at the start.
         first = await self._next_of(source, low, high)
         if first is None:
             raise GapError(f"nothing of source {source} is stored", low, low)
-        if _place(first) > place:
+        if _position_of(first) > position:
             raise GapError(
                 f"the position of source {source} was trimmed or purged", low, first.stream_seq
             )
         while low < high:
             middle = (low + high) // 2
             found = await self._next_of(source, middle, high)
-            if found is None or _place(found) > place:
+            if found is None or _position_of(found) > position:
                 high = middle
             else:
                 low = found.stream_seq + 1
         newer = await self._next_of(source, low, self._bounds.last + 1)
-        if newer is not None and newer.event.epoch != place.epoch:
+        if newer is not None and newer.event.epoch != position.epoch:
             raise GapError(
                 f"source {source} began a new epoch after the position", low, newer.stream_seq
             )
@@ -224,15 +225,15 @@ class _Probe:
     async def _next_of(self, source: str, start: int, end: int) -> Stored | None:
         """The last event of the first message of counted events of a source in [start, end)."""
         at = start
-        # The next message is mostly one. If not, reading a run is quicker than single requests.
+        # The next message is mostly of this source. If not, a consumer is faster than requests.
         if start < end and (frame := await self._message_at(start)) is not None:
             at = frame.stream_seq + 1
             found = await self._decoder.decode([frame]) if at <= end else []
-            if found and _counts(found[-1], source):
+            if found and _is_counted(found[-1], source):
                 return found[-1]
         async with aclosing(self._messages(at, end)) as messages:
             async for message in messages:
-                if _counts(message[-1], source):
+                if _is_counted(message[-1], source):
                     return message[-1]
         return None
 
@@ -244,7 +245,7 @@ class _Probe:
         )
 
 
-def _counts(stored: Stored, source: str) -> bool:
+def _is_counted(stored: Stored, source: str) -> bool:
     return stored.event.source == source and stored.event.operation in COUNTED
 
 
@@ -252,6 +253,6 @@ def _sequence(stored: Stored) -> int:
     return stored.stream_seq
 
 
-def _place(stored: Stored) -> SourcePosition:
+def _position_of(stored: Stored) -> SourcePosition:
     event = stored.event
     return SourcePosition(event.epoch, event.commit_lsn, event.seq)

@@ -1,4 +1,4 @@
-"""Whole transactions out of a feed of events."""
+"""Collects the events of a feed into whole transactions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ COUNTED = frozenset({"INSERT", "UPDATE", "DELETE", "TRUNCATE", "COMMIT"})
 class Transaction:
     """One transaction of a source, as far as it touches the tables being read.
 
-    `events` holds changes, schema notices and logical messages in order, without the ends.
-    `last_seq` is the ordinal of its last event seen, ends included, or how many changes came before
-    it if that is a logical message; `end_lsn` is 0 where the bridge did not say.
+    `events` holds changes, schema notices and logical messages in order, without COMMIT events.
+    `last_seq` is the `seq` of the last event read, COMMIT included. `end_lsn` is 0 if the events
+    do not carry it.
     """
 
     source: str
@@ -38,22 +38,22 @@ class Transaction:
 
     @property
     def position(self) -> Position:
-        """Resuming after it continues with the next transaction."""
+        """The position of its last event; reading after it continues with the next transaction."""
         return Position(self.commit_lsn, self.last_seq)
 
 
 class TransactionBuilder:
     """Collects events until their transaction ends.
 
-    The first end with its commit LSN completes a transaction; further ends with that LSN are
-    ignored. Sources may interleave in the stream; transactions come out in the order of their ends.
-    A schema notice is given out with the transaction that follows it.
+    The first end with a commit LSN completes the transaction; further ends with that LSN are
+    ignored. Sources may interleave in the stream; transactions are returned in the order of their
+    ends. A schema notice belongs to the transaction that follows it.
 
-    Logical messages written after a transaction's last change are stored after its end: they come
-    as a second transaction with the same commit LSN. Messages without any end are complete when the
+    Logical messages written after a transaction's last change are stored after its end. They form
+    a second transaction with the same commit LSN. Messages without an end are complete when the
     next transaction of their source begins. Changes without an end are dropped if a new epoch
-    begins after them; else they raise GapError. Events of the transactions in `cut`, given as
-    (source, commit LSN), are dropped: their beginning was not read.
+    begins after them; otherwise GapError is raised. Events of the transactions in `cut`, given as
+    (source, commit LSN), are dropped, because the start of these transactions was not read.
     """
 
     def __init__(self, cut: frozenset[tuple[str, int]] = frozenset()) -> None:
@@ -101,7 +101,7 @@ class TransactionBuilder:
         return complete
 
     def _without_end(self, following: Stored) -> list[Transaction]:
-        """Take the transaction that was open; only logical messages are complete without an end."""
+        """Close the open transaction, which is complete only if it holds just logical messages."""
         transaction = self._open.pop(following.event.source)
         if not any(event.operation in COUNTED for event in transaction.events):
             return [transaction]

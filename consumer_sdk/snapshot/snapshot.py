@@ -224,7 +224,7 @@ def decode_meta(frame: Frame) -> SnapshotMeta:
     except WireError as error:
         raise CorruptData(f"damaged snapshot meta: {error}") from error
     if frame.subject.decode("utf-8", "replace").partition("init.meta.")[2] != meta.token:
-        raise CorruptData(f"damaged snapshot meta: it is one of table {meta.token}")
+        raise CorruptData(f"damaged snapshot meta: it belongs to table {meta.token}")
     return meta
 
 

@@ -74,7 +74,7 @@ async def test_a_row_among_the_schemas_does_not_have_its_schema_looked_up(
 async def test_the_schema_of_another_table_is_corrupt(publisher: Publisher, client: Client) -> None:
     bucket = await publisher.js.key_value(publisher.subjects.schemas_bucket)
     await bucket.put("users", encode(publisher.schema_document("orders")))
-    with pytest.raises(CorruptData, match="it is one of table orders"):
+    with pytest.raises(CorruptData, match="it belongs to table orders"):
         await client.schema("users")
 
 

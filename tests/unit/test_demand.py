@@ -83,4 +83,4 @@ async def test_a_request_that_expired_in_a_frozen_process_left_a_time_unasked(
     monkeypatch.setattr(demand.time, "time", lambda: asked_at + late)
     inbox.on_frame(b"inbox", b"", b"", EXPIRED)
     assert inbox.exhausted
-    assert inbox.was_unasked is frozen
+    assert inbox.lacked_request is frozen

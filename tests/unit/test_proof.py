@@ -54,9 +54,9 @@ def test_only_another_stream_is_refused_where_the_sequence_does_not_matter() -> 
         require_same_stream(HELD, 3, 101)
 
 
-def delivered(*sequences: int, unwatched_from: int | None = None) -> Delivered:
+def delivered(*sequences: int, unproven_from: int | None = None) -> Delivered:
     frames = [Frame(sequence, b"s", None, b"") for sequence in sequences]
-    return Delivered(frames, 0, len(frames) if unwatched_from is None else unwatched_from, True)
+    return Delivered(frames, 0, len(frames) if unproven_from is None else unproven_from, True)
 
 
 @pytest.fixture
@@ -64,19 +64,19 @@ def watched() -> Proof:
     """A reader that has taken everything up to 5, with a request open."""
     proof = Proof(Selection("s", ["cdc.>"], start_sequence=5))
     proof.begin(HELD)
-    proof.take(5, unwatched=False)
+    proof.take(5, next_unproven=False)
     return proof
 
 
 def test_a_jump_while_a_request_is_open_proves_itself(watched: Proof) -> None:
-    assert watched.doubtful_after(delivered(6, 9, 12)) is None
+    assert watched.unproven_after(delivered(6, 9, 12)) is None
 
 
 def test_a_jump_that_had_to_wait_for_a_request_is_doubtful(watched: Proof) -> None:
-    assert watched.doubtful_after(delivered(6, 9, 10, 12, unwatched_from=2)) == 10
-    assert watched.doubtful_after(delivered(6, 9, 10, 11, unwatched_from=2)) is None
-    watched.take(6, unwatched=True)
-    assert watched.doubtful_after(delivered(8)) == 6
+    assert watched.unproven_after(delivered(6, 9, 10, 12, unproven_from=2)) == 10
+    assert watched.unproven_after(delivered(6, 9, 10, 11, unproven_from=2)) is None
+    watched.take(6, next_unproven=True)
+    assert watched.unproven_after(delivered(8)) == 6
     with pytest.raises(GapError):
         watched.require_untrimmed(StreamBounds(8, 12, 100), 6)
     watched.require_untrimmed(StreamBounds(7, 12, 100), 6)
@@ -85,13 +85,13 @@ def test_a_jump_that_had_to_wait_for_a_request_is_doubtful(watched: Proof) -> No
 def test_a_start_that_was_trimmed_away_is_accepted_once() -> None:
     proof = Proof(Selection("s", ["cdc.>"], 1, trimming=Trimming.ALLOWED_BEFORE_FIRST))
     proof.begin(HELD)
-    assert proof.doubtful_after(delivered(5)) is None
-    proof.take(5, unwatched=True)
-    assert proof.doubtful_after(delivered(8)) == 5
+    assert proof.unproven_after(delivered(5)) is None
+    proof.take(5, next_unproven=True)
+    assert proof.unproven_after(delivered(8)) == 5
 
 
 def test_an_idle_reader_moves_past_what_it_did_not_select(watched: Proof) -> None:
-    watched.pass_over(HELD, unwatched=False)
+    watched.pass_over(HELD, next_unproven=False)
     assert watched.next_sequence == 10
     watched.require_stream(StreamBounds(10, 9, 100))
     with pytest.raises(GapError, match="ends before"):
@@ -102,4 +102,4 @@ def test_an_idle_reader_that_asked_for_nothing_must_still_find_what_follows(
     watched: Proof,
 ) -> None:
     with pytest.raises(GapError, match="trimmed or purged"):
-        watched.pass_over(StreamBounds(8, 9, 100), unwatched=True)
+        watched.pass_over(StreamBounds(8, 9, 100), next_unproven=True)
