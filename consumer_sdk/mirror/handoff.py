@@ -70,11 +70,13 @@ class HandOff:
         live = {copy.name: copy for copy in copies if copy.lane is Lane.LIVE}
         next_copies = state.lane(Lane.NEXT)
         for name in sorted({copy.source for copy in copies}):
-            next_ = {table: copy for table, copy in next_copies.items() if copy.source == name}
+            own_next = {table: copy for table, copy in next_copies.items() if copy.source == name}
             # If another source now publishes a table, its next copy replaces the live copy.
-            others = next_copies.keys() - next_.keys()
-            mine = {t: copy for t, copy in live.items() if copy.source == name and t not in others}
-            source = follow_source(name, state.positions.get(name), mine, next_)
+            others = next_copies.keys() - own_next.keys()
+            own_live = {
+                t: copy for t, copy in live.items() if copy.source == name and t not in others
+            }
+            source = follow_source(name, state.positions.get(name), own_live, own_next)
             self._sources[name] = source
             for table, copy in source.copies.items():
                 self._owners[table] = (name, source.read_so_far(copy))

@@ -1,4 +1,4 @@
-"""Chunks of a snapshot back into rows, whatever they were written as."""
+"""Decodes the chunks of a snapshot, in any format, into rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFERENCE = "$ref"
 
 
 class ChunkRows(list[Row]):
-    """The rows of one chunk, and which of their json columns travel as text."""
+    """The rows of one chunk, and which of their JSON columns hold the document as text."""
 
     __slots__ = ("number", "raw_columns", "raw_rows")
 
@@ -52,7 +52,7 @@ class ChunkRows(list[Row]):
 
 
 class StoredChunk(NamedTuple):
-    """A chunk as INIT holds it; its payload has the sha256 that its header says."""
+    """A chunk as stored in INIT; its payload matches the sha256 in its header."""
 
     number: int
     sha256: str
@@ -62,7 +62,7 @@ class StoredChunk(NamedTuple):
 class ArrowChunk(NamedTuple):
     """The record batch of an Arrow chunk as published.
 
-    `odd` holds the values that a column's Arrow type cannot, by column and row.
+    `odd` holds the values that do not fit the column's Arrow type, by column and row.
     """
 
     number: int
@@ -71,7 +71,7 @@ class ArrowChunk(NamedTuple):
 
 
 class ChunkReader:
-    """Decodes the chunks of one snapshot; everything it refuses is CorruptData."""
+    """Decodes the chunks of one snapshot; a damaged chunk raises CorruptData."""
 
     def __init__(self, references: References, meta: SnapshotMeta) -> None:
         self._references = references
@@ -79,16 +79,16 @@ class ChunkReader:
         self._columns = [Column.from_document(one) for one in meta.columns]
 
     async def rows(self, number: int, frame: Frame) -> ChunkRows:
-        """The rows of a stored chunk, rows kept as objects included."""
+        """The rows of a stored chunk, including rows stored as objects."""
         found = await self.read(number, frame)
         if isinstance(found, ChunkRows):
             return found
-        with _names_chunk(number):
+        with _naming_chunk(number):
             return self._rows_of(found)
 
     async def read(self, number: int, frame: Frame) -> ChunkRows | ArrowChunk:
         """A stored chunk as it was written: rows, or an Arrow record batch."""
-        with _names_chunk(number):
+        with _naming_chunk(number):
             return await self._read(number, parse_headers(frame.headers) or {}, frame.payload)
 
     async def _read(
@@ -163,7 +163,7 @@ class ChunkReader:
                 values[name][int(row)] = value if column is None else restore_json(value, column)
         names = list(values)
         rows = [dict(zip(names, row, strict=True)) for row in zip(*values.values(), strict=True)]
-        # Arrow has no JSON: documents are text in every row.
+        # Arrow has no type for JSON: documents are text in every row.
         raw = tuple(
             column.name
             for column in self._columns
@@ -173,8 +173,8 @@ class ChunkReader:
 
 
 @contextmanager
-def _names_chunk(number: int) -> Iterator[None]:
-    """Raise what the wire refuses as an error that names the chunk."""
+def _naming_chunk(number: int) -> Iterator[None]:
+    """Turn errors of the wire format into errors that name the chunk."""
     try:
         yield
     except WireVersionError as error:
@@ -227,7 +227,7 @@ def _apply(convert: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _converter(kind: Any) -> Callable[[Any], Any] | None:
-    """From what Arrow gives back to the value as every other format carries it."""
+    """Converts a value read from Arrow to that of the other formats; None if they are equal."""
     import pyarrow as pa
 
     if pa.types.is_list(kind):
@@ -261,12 +261,12 @@ def _shortest_float4(value: float) -> float:
     if not value or not math.isfinite(value):
         return value
     packed = struct.pack("f", value)
-    # Six digits always fit a normal float4 read from them; subnormal ones hold fewer.
+    # A normal float4 keeps at least six digits; a subnormal one keeps fewer.
     for digits in range(1 if abs(value) < 2**-126 else 6, 9):
         candidate = float(f"{value:.{digits}g}")
         if _reads_as(candidate, packed):
             return candidate
-        # The neighbours of a power of two are nearer below it, so above it more text fits.
+        # Above a power of two floats are farther apart, so more rounded-up texts read as it.
         if abs(math.frexp(value)[0]) == 0.5:
             candidate = float(Context(prec=digits, rounding=ROUND_UP).create_decimal(value))
             if _reads_as(candidate, packed):
@@ -275,7 +275,7 @@ def _shortest_float4(value: float) -> float:
 
 
 def _reads_as(value: float, packed: bytes) -> bool:
-    """Whether a float4 is the nearest to a value; PostgreSQL prints nothing half-way to another."""
+    """Whether a value rounds to this float4, and is not half-way to another one."""
     return all(
         struct.pack("f", near) == packed
         for near in (value, math.nextafter(value, math.inf), math.nextafter(value, -math.inf))

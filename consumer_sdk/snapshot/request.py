@@ -1,4 +1,4 @@
-"""Asking the bridge for a snapshot, and waiting until it is complete."""
+"""Requests a snapshot from the bridge and waits until it is complete."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import TableSchema
 
 ANSWER_SECONDS = 3.0
-# A bridge that is too busy to look at a request is asked again, for this long.
+# While a bridge is too busy to check a request, the request is repeated for this long.
 BUSY_SECONDS = 20.0
 BUSY_PAUSE_SECONDS = 0.5
 FORMATS = ("msgpack", "json", "arrow")
@@ -55,7 +55,7 @@ FORMATS = ("msgpack", "json", "arrow")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotProgress:
-    """What the bridge says of a snapshot under way; `document` holds everything it said."""
+    """What the bridge reports about a running snapshot; `document` is its whole message."""
 
     snapshot_id: str
     state: str
@@ -72,14 +72,14 @@ class SnapshotProgress:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request for a snapshot asks for beyond its table; None leaves it to the bridge."""
+    """The options of a snapshot request; for None the bridge uses its default."""
 
     columns: Sequence[str] | None = None
     format: str | None = None
     zstd: bool | None = None
 
     def to_document(self, schema: TableSchema) -> dict[str, Any]:
-        """As the bridge expects it; UsageError for a column or format that does not exist."""
+        """The options as the bridge expects them; UsageError for an unknown column or format."""
         document: dict[str, Any] = {}
         if self.columns is not None:
             for name in self.columns:
@@ -126,7 +126,7 @@ def _display(table: TableName) -> str:
 
 
 class _Pending:
-    """One request, from the question to the meta of the complete snapshot."""
+    """One request, until the meta of the complete snapshot is stored."""
 
     def __init__(
         self,
@@ -265,8 +265,8 @@ class _Pending:
             return
         document = _read_map(message.data)
         self._state = str(document.get("state", self._state))
-        # Until it copies, a bridge limits its own waiting. While it copies, a message is progress
-        # only if its numbers have changed.
+        # Before the bridge copies rows, it limits its waiting itself. While it copies, a message is
+        # progress only if its numbers have changed.
         counts = tuple(document.get(key) for key in ("state", "rows", "chunks", "pieces_left"))
         if self._state != "copying" or counts != self._counts:
             self._progress_at = asyncio.get_running_loop().time()
@@ -289,9 +289,9 @@ def _count(document: dict[str, Any], key: str) -> int | None:
 
 
 def _read_map(data: bytes) -> dict[str, Any]:
-    """An answer in either encoding; {} for anything else."""
+    """Decode a map in either encoding; {} for anything else."""
     try:
         value = json.loads(data) if data[:1] == b"{" else msgpack.unpackb(data)
-    except Exception:  # whatever a decoder says of foreign bytes  # noqa: BLE001
+    except Exception:  # decoders raise many kinds of errors for foreign bytes  # noqa: BLE001
         return {}
     return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""A complete snapshot: what its meta says, its chunks, and whether it may be used again."""
+"""A complete snapshot: its meta, its chunks, and whether it may be reused."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SnapshotMeta:
-    """What is known of a complete snapshot.
+    """The description of a complete snapshot.
 
-    An event is in it iff the event's commit LSN is below `snapshot_lsn`. Reading the change stream
-    from `cdc_seq` on misses nothing that is not in it. `columns` and `options` are as published.
+    An event is in the snapshot iff its commit LSN is below `snapshot_lsn`. All events that are not
+    in it are stored at sequence `cdc_seq` or later. `columns` and `options` are as published.
     """
 
     snapshot_id: str
@@ -53,11 +53,11 @@ class SnapshotMeta:
     cdc_seq: int
     checksum: str
     relation_id: int = 0
-    """PostgreSQL's OID of the table, as events have it; 0 where it is not known."""
+    """PostgreSQL's OID of the table, as in events; 0 if it is not known."""
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> SnapshotMeta:
-        """Read a meta message; CorruptData if it is not one."""
+        """Read a meta message; CorruptData if it is damaged."""
         try:
             return cls(
                 snapshot_id=str(document["snapshot_id"]),
@@ -84,23 +84,23 @@ class SnapshotMeta:
 
     @property
     def token(self) -> str:
-        """The table as it stands in subjects."""
+        """The table as written in subjects."""
         return table_token(self.schema, self.table)
 
     def describe(self) -> str:
-        """The snapshot as messages name it."""
+        """The snapshot as error messages name it."""
         return f"snapshot {self.snapshot_id} of {format_table_name(self.schema, self.table)}"
 
     def verify(self, digests: Mapping[int, str], rows: int) -> None:
-        """Raise CorruptData unless these are the sha256 of all chunks, and the number of rows."""
+        """Raise CorruptData unless the checksum of all chunks and the number of rows match."""
         if snapshot_checksum(digests, self.batch_count) != self.checksum:
-            raise CorruptData(f"{self.describe()}: its chunks are not the ones the checksum is for")
+            raise CorruptData(f"{self.describe()}: its chunks do not match its checksum")
         if rows != self.row_count:
             raise CorruptData(f"{self.describe()}: {rows} rows read, {self.row_count} written")
 
 
 def _columns(documents: list[Any]) -> tuple[Any, ...]:
-    """The columns as published, each of them readable."""
+    """The columns as published, after checking that each can be read."""
     for one in documents:
         Column.from_document(one)
     return tuple(documents)
@@ -117,10 +117,10 @@ class Snapshot:
         self._reader = ChunkReader(deployment.references, meta)
 
     async def chunks(self) -> AsyncGenerator[ChunkRows, None]:
-        """Its rows, a chunk at a time, each verified by its own sha256 before it is given out.
+        """Its rows, one chunk at a time; each chunk is verified by its own sha256 first.
 
-        The whole (every chunk once, number of rows, checksum) is verified when the last has been
-        read: keep nothing unless the iteration ends without an error.
+        The whole snapshot (every chunk once, number of rows, checksum) is verified after the last
+        chunk: keep nothing unless the iteration ends without an error.
         """
         digests: dict[int, str] = {}
         rows = 0
@@ -133,7 +133,7 @@ class Snapshot:
         self.meta.verify(digests, rows)
 
     async def rows(self) -> AsyncGenerator[Row, None]:
-        """Its rows one by one; verified as `chunks` are."""
+        """Its rows one by one, verified like `chunks`."""
         async with aclosing(self.chunks()) as chunks:
             async for chunk in chunks:
                 for row in chunk:
@@ -154,7 +154,7 @@ class Snapshot:
             while len(seen) < self.meta.batch_count:
                 frames = await consumer.take(8, wait=1.0)
                 if not frames and consumer.caught_up:
-                    # In a cluster the consumer may live with a replica that lags: ask the leader.
+                    # In a cluster the consumer may run on a server that lags: ask the leader.
                     await self.raw_chunk(_first_missing(seen))
                 for frame in frames:
                     stored = self._verified(frame)
@@ -162,7 +162,7 @@ class Snapshot:
                         seen.add(stored.number)
                         yield stored
         except GapError as error:
-            # It is the stream of snapshots that was recreated, not that of the changes.
+            # This gap is in the INIT stream, so the change stream need not be read again.
             raise self._no_longer_stored(_first_missing(seen)) from error
         finally:
             await consumer.close()
@@ -176,7 +176,9 @@ class Snapshot:
             raise self._no_longer_stored(number)
         stored = self._verified(frame)
         if stored.number != number:
-            raise CorruptData(f"{self.meta.describe()}: chunk {number} is out of its place")
+            raise CorruptData(
+                f"{self.meta.describe()}: chunk {stored.number} is stored as chunk {number}"
+            )
         return stored
 
     async def chunk(self, number: int) -> ChunkRows:
@@ -209,14 +211,14 @@ def _first_missing(seen: set[int]) -> int:
 
 
 async def newest_meta(deployment: Deployment, token: str) -> Frame | None:
-    """What INIT holds as the newest meta of a table, None if there is none."""
+    """The message with the newest meta of a table, None if there is none."""
     subjects = deployment.subjects
     request = {"last_by_subj": subjects.meta(token)}
     return await get_message(deployment.nc, subjects.init_stream, request)
 
 
 def decode_meta(frame: Frame) -> SnapshotMeta:
-    """The meta in a stored message; it must be of the table that the subject names."""
+    """Decode a meta message; CorruptData if its subject names another table."""
     try:
         meta = SnapshotMeta.from_document(
             decode_payload(parse_headers(frame.headers), frame.payload)
@@ -229,10 +231,10 @@ def decode_meta(frame: Frame) -> SnapshotMeta:
 
 
 async def is_reusable(deployment: Deployment, meta: SnapshotMeta, options: dict[str, Any]) -> bool:
-    """Whether a retained snapshot may stand for one taken now.
+    """Whether a retained snapshot may be used in place of a new one.
 
-    Epoch, stream identity, options and schema version must still match, CDC must still hold what
-    follows it, and INIT all of its chunks.
+    Epoch, stream, options and schema version must still match. CDC must still hold all changes
+    after the snapshot, and INIT all of its chunks.
     """
     if meta.options != options or meta.stream != deployment.subjects.cdc_stream:
         return False
@@ -249,7 +251,7 @@ async def is_reusable(deployment: Deployment, meta: SnapshotMeta, options: dict[
 
 
 async def count_chunks(deployment: Deployment, token: str, snapshot_id: str) -> int:
-    """How many chunks of a snapshot INIT holds, which a consumer tells without reading any."""
+    """The number of chunks of a snapshot stored in INIT, counted without reading them."""
     chunks = deployment.subjects.chunk(token, snapshot_id, "*")
     start = {"deliver_policy": "all", "filter_subject": chunks}
     info = await probe_consumer(deployment.nc, deployment.subjects.init_stream, start)

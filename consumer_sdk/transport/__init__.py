@@ -1,1 +1,1 @@
-"""What the bridge and the SDK share of NATS: options, connection, JetStream calls."""
+"""Access to NATS for the bridge and the SDK: options, connection, JetStream calls."""

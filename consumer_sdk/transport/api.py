@@ -1,4 +1,4 @@
-"""JetStream's API: one call, one error, and what its answers say of streams and messages."""
+"""JetStream's API: requests, their error, and the streams and messages in their answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNAVAILABLE: Final = 503
 
 
 class ApiError(Exception):
-    """JetStream refused a request; `code` is like HTTP's, `err_code` says exactly what it was."""
+    """JetStream refused a request; `code` is like an HTTP status, `err_code` is the exact cause."""
 
     def __init__(self, code: int, err_code: int, description: str) -> None:
         super().__init__(f"{description} ({err_code})")
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 
 class Frame(NamedTuple):
-    """One stored message as it came: nothing of it is decoded but its sequence."""
+    """One stored message; only its sequence is decoded."""
 
     stream_seq: int
     subject: bytes
@@ -49,9 +49,10 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamBounds:
-    """What a stream holds: [first, last], and when it was created, in microseconds since 1970.
+    """The first and last sequence of a stream, and its creation time in microseconds since 1970.
 
-    An empty stream has last = first - 1. `leader` names the server of a cluster that said so.
+    An empty stream has last = first - 1. In a cluster, `leader` is the server that leads the
+    stream.
     """
 
     first: int
@@ -67,7 +68,7 @@ async def call_api(
     *,
     timeout: float = API_TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
-    """One request: ApiError if JetStream refuses, an error of nats-py if it does not answer."""
+    """Make one request; ApiError if it is refused, an error of nats-py if no answer comes."""
     payload = b"" if body is None else json.dumps(body).encode()
     reply = await client.request(f"$JS.API.{subject}", payload, timeout=timeout)
     try:
@@ -96,7 +97,7 @@ def message_of(answer: Mapping[str, Any]) -> Frame:
 
 
 def parse_headers(block: bytes | None) -> dict[str, str] | None:
-    """A NATS header block as a dictionary; of repeated names the last counts."""
+    """A NATS header block as a dictionary; of repeated names the last one is kept."""
     if not block:
         return None
     lines = block.decode("utf-8", "replace").split("\r\n")
@@ -105,14 +106,14 @@ def parse_headers(block: bytes | None) -> dict[str, str] | None:
 
 
 def parse_time_us(text: str) -> int:
-    """A server's RFC 3339 time as microseconds since 1970, cut below that."""
+    """A server's RFC 3339 time as whole microseconds since 1970."""
     head, _, fraction = text.rstrip("Z").partition(".")
     seconds = int(datetime.fromisoformat(head + "+00:00").timestamp())
     return seconds * 1_000_000 + int((fraction + "000000")[:6])
 
 
 async def stream_bounds(nc: NatsConnection, stream: str) -> StreamBounds:
-    """Ask the stream's leader; NotAvailable where there is no such stream."""
+    """The bounds of a stream, from its leader; NotAvailable if there is no such stream."""
     try:
         info = await nc.api(f"STREAM.INFO.{stream}")
     except ApiError as error:
@@ -134,12 +135,12 @@ def bounds_of(info: dict[str, Any]) -> StreamBounds:
 
 
 def leader_of(info: dict[str, Any]) -> str:
-    """The server that leads a stream or a consumer, empty outside of a cluster."""
+    """The server that leads a stream or a consumer; empty outside a cluster."""
     return str((info.get("cluster") or {}).get("leader") or "")
 
 
 async def get_message(nc: NatsConnection, stream: str, request: dict[str, Any]) -> Frame | None:
-    """One stored message as the leader has it, None if there is none or no such stream.
+    """One stored message, from the leader; None if there is no such message or stream.
 
     `request` is JetStream's: {"last_by_subj": subject}, or {"seq": n, "next_by_subj": filter}.
     """
@@ -153,9 +154,9 @@ async def get_message(nc: NatsConnection, stream: str, request: dict[str, Any]) 
 
 
 async def probe_consumer(nc: NatsConnection, stream: str, start: dict[str, Any]) -> dict[str, Any]:
-    """What JetStream says of a consumer that begins at `start`, which is given up at once.
+    """Create a consumer that begins at `start`, delete it, and return its description.
 
-    It tells where the consumer stands and how much it would deliver, without reading anything.
+    The description holds the consumer's sequence and the number of messages it would deliver.
     """
     config = {
         **start,

@@ -1,4 +1,4 @@
-"""Cancellations that get lost on the way."""
+"""Cancellations that libraries drop."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ Result = TypeVar("Result")
 
 
 async def stay_cancelled() -> None:
-    """Raise CancelledError if this task was cancelled, whatever became of that.
+    """Raise CancelledError if this task was cancelled, even if a library dropped that error.
 
-    Two ways to lose a cancellation are known. psycopg waits for the end of the query that a
-    cancelled task has under way, and when the connection breaks then, its error comes instead.
-    `asyncio.wait_for`, which nats-py is built on, returns what it waited for if that has just
-    arrived (Python 3.11). A task that goes on after either is never ended by anybody, so every
-    loop that uses one of them asks here.
+    Two libraries do. psycopg waits for the end of the query of a cancelled task, and if the
+    connection breaks meanwhile, it raises that error instead. `asyncio.wait_for`, which nats-py
+    uses, returns its result if that has just arrived (Python 3.11). A task that continues after
+    this would run for ever, so every loop that uses one of them calls this function.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
-        # One that is still on its way must not come later, in the middle of the tidying up.
+        # Deliver a pending cancellation here, not later in the middle of a clean-up.
         await asyncio.sleep(0)
         raise asyncio.CancelledError
 
 
 async def uninterrupted(work: asyncio.Future[Result]) -> Result:
-    """Await something to its end, and only then be cancelled."""
+    """Await `work` to its end; a cancellation is raised only after that."""
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

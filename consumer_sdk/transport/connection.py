@@ -1,4 +1,4 @@
-"""The client of bridge and SDK: nats-py's, with TLS that is kept, taps and JetStream calls."""
+"""The NATS client of bridge and SDK: nats-py's, with enforced TLS, taps and JetStream calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoJetStream(NotAvailable):
-    """Nobody answers for JetStream at all."""
+    """JetStream is not enabled."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class NoJetStream(NotAvailable):
 
 
 class NatsAway(nats.errors.OutboundBufferLimitError):
-    """Nothing can be sent, because there is no connection."""
+    """Nothing can be sent while there is no connection."""
 
     def __str__(self) -> str:
         return "NATS is away"
@@ -49,8 +49,8 @@ class NatsAway(nats.errors.OutboundBufferLimitError):
 class NatsConnection(NatsClient):
     """nats-py's client plus taps and JetStream calls as plain JSON.
 
-    TLS is kept once asked for, where nats-py would send the password without it if the server
-    offers none. `%40` in the password of an address is an @.
+    If TLS is configured, nothing is sent without it; nats-py would send the password in plain text
+    to a server that offers no TLS. `%40` in the password of an address means @.
     """
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class NatsConnection(NatsClient):
             server.uri = ServerAddress.of(server.uri)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        # The first INFO comes before anything is sent; nats-py looks at `tls_required` afterwards.
+        # The first INFO comes before anything is sent; nats-py reads `tls_required` after this.
         server = self._current_server
         if initial_connection and self.options.get("tls") is not None and server is not None:
             _require_tls(server.uri, info)
         await super()._process_info(info, initial_connection)
 
     async def publish(self, *arguments: Any, **options: Any) -> None:
-        """Publish; NatsAway where nats-py speaks of a buffer, of which a bridge has none."""
+        """Publish; raises NatsAway without a connection, where nats-py reports a full buffer."""
         try:
             await super().publish(*arguments, **options)
         except nats.errors.OutboundBufferLimitError as error:
@@ -91,18 +91,18 @@ class NatsConnection(NatsClient):
             tap(subject, reply, data, headers)
 
     async def close(self) -> None:
-        """Close for good, also where the connection is lost at this very moment; idempotent."""
+        """Close for good, even if the connection is lost during the call; idempotent."""
         try:
             await super().close()
         except OSError:
-            # What was still to be sent cannot be; the rest of closing was left undone.
+            # Pending data cannot be sent any more. Drop it, and close again to finish the work.
             self._pending.clear()
             self._pending_data_size = 0
             self._status = NatsClient.DISCONNECTED
             await super().close()
 
     async def tap(self, subject: str, sink: Tap) -> Subscription:
-        """Subscribe so that `sink` gets every frame, in order, before anything is awaited."""
+        """Subscribe so that `sink` is called with every frame, in order; nothing is awaited."""
 
         async def deliver(message: Msg) -> None:
             sink(
@@ -119,7 +119,7 @@ class NatsConnection(NatsClient):
         return subscription
 
     async def untap(self, subscription: Subscription) -> None:
-        """End a tap; frames still under way are dropped."""
+        """End a tap; frames that arrive later are dropped."""
         self._taps.pop(subscription._id, None)
         with suppress(nats.errors.Error, OSError):
             await subscription.unsubscribe()
@@ -161,24 +161,23 @@ class NatsConnection(NatsClient):
             raise NotAvailable(f"NATS does not answer: {self.explain(error)}") from error
 
     async def discard_consumer(self, stream: str, name: str) -> None:
-        """Remove a consumer without waiting for it; the server does so itself a little later."""
+        """Delete a consumer without waiting for the answer; if this fails, the server does it later."""
         if self.is_connected:
             with suppress(nats.errors.Error, OSError):
                 await self.publish(f"$JS.API.CONSUMER.DELETE.{stream}.{name}")
 
     def explain(self, error: Exception) -> str:
-        """The most telling of the errors at hand, in one line."""
-        telling = error
+        """The cause of a failure in one line: while disconnected, the connection's last error."""
         if not self.is_connected and self.latest_error is not None:
-            telling = self.latest_error
-        return one_line(telling)
+            return one_line(self.latest_error)
+        return one_line(error)
 
 
 def is_refused(error: Exception | None) -> bool:
-    """Whether a server does not let us in: repairing the credentials helps, waiting does not.
+    """Whether a server refuses the credentials, so that waiting does not help.
 
-    nats-py has a class for one of the refusals; of the others it hands on the text of the server's
-    -ERR line, for which the protocol has no codes.
+    nats-py has an error class for only one of the refusals. For the others there is just the text
+    of the server's -ERR line, because the protocol has no codes.
     """
     if isinstance(error, (nats.errors.AuthorizationError, TlsNotOffered)):
         return True
@@ -189,12 +188,12 @@ def is_refused(error: Exception | None) -> bool:
 
 
 def is_forbidden(error: Exception | None) -> bool:
-    """Whether the account may not use a subject; here too the -ERR line is all there is."""
+    """Whether the account may not use a subject; only the text of the -ERR line shows this."""
     return "permissions violation" in str(error).lower()
 
 
 def one_line(error: Exception | None) -> str:
-    """What an error says, without nats-py's prefix; its class where it says nothing."""
+    """The message of an error without nats-py's prefix, or its class if it has no message."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     text = " ".join((str(error) or type(error).__name__).split())
@@ -202,7 +201,7 @@ def one_line(error: Exception | None) -> str:
 
 
 def _require_tls(server: ParseResult, info: dict[str, Any]) -> None:
-    """Have nats-py go on with TLS after a server's INFO; TlsNotOffered where it cannot."""
+    """Make nats-py start TLS after a server's INFO; TlsNotOffered if the server has no TLS."""
     if server.scheme == "wss":
         return
     if not info.get("tls_required") and not info.get("tls_available"):
@@ -222,9 +221,9 @@ def _header_block(headers: Mapping[str, str] | None) -> bytes | None:
 async def open_connection(
     options: ConnectionOptions, timeout: float | None = 10.0
 ) -> NatsConnection:
-    """Connect, then stay connected for ever.
+    """Connect; a connection lost later is restored without a time limit.
 
-    Waits for an absent server up to `timeout` seconds (None: for ever), then raises NotAvailable.
+    Waits up to `timeout` seconds for a server (None: without a limit), then raises NotAvailable.
     Refused credentials raise AccessDenied at once.
     """
     connection = NatsConnection()

@@ -1,9 +1,8 @@
-"""HOT PATH: tapped messages straight out of the bytes that came from the socket.
+"""HOT PATH: messages for taps, read directly from the bytes received from the socket.
 
 nats-py's parser matches regular expressions, shifts a buffer and awaits a coroutine for every
-message. Here a run of complete messages for taps is cut out of the received bytes in one loop;
-everything else, and whatever is unusual, goes the parser's own way. `make bench reading` shows what
-that gains.
+message. Here one loop splits the received bytes into complete messages for taps; nats-py's parser
+handles everything else. `make bench reading` measures the gain.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Tap(Protocol):
-    """Takes one frame: subject, reply subject, payload, header block (None or empty if none)."""
+    """Receives one frame: subject, reply subject, payload, header block (None or empty if none)."""
 
     def __call__(
         self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None, /
@@ -27,7 +26,7 @@ class Tap(Protocol):
 _CRLF: Final = b"\r\n"
 _LONGEST_LINE: Final = 4096
 _LARGE_BYTES: Final = 128 * 1024
-"""A message larger than this that is not complete grows in the parser's own buffer."""
+"""nats-py's parser collects an incomplete message that is larger than this."""
 
 
 class FrameParser(Parser):
@@ -38,7 +37,7 @@ class FrameParser(Parser):
         self._taps = taps
 
     async def parse(self, data: bytes = b"") -> None:
-        """Take received bytes, as `Parser.parse` does."""
+        """Handle received bytes, as `Parser.parse` does."""
         taps = self._taps
         if not taps or self.state != AWAITING_CONTROL_LINE:
             await super().parse(data)

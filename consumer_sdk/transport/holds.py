@@ -2,7 +2,8 @@
 
 `TAILRACE_HOLD` names a directory. A point acts only if the test has put a file there:
 `{point}.hold` makes it wait until the file is gone, `{point}.kill` ends the process as SIGKILL
-does. Reaching it leaves `{point}.reached`. Without the variable a point costs one comparison.
+does. A point that acts first creates `{point}.reached`. Without the variable, a point costs one
+comparison.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ _POLL_SECONDS: Final = 0.02
 
 
 def hold(point: str) -> None:
-    """Block here for as long as the point is held, or die here."""
+    """Block while the point is held, or end the process."""
     if _reach(point):
         while _is_held(point):
             time.sleep(_POLL_SECONDS)
 
 
 async def hold_async(point: str) -> None:
-    """Wait here for as long as the point is held, while the event loop goes on, or die here."""
+    """Wait while the point is held, without blocking the event loop, or end the process."""
     if _reach(point):
-        while _is_held(point):  # noqa: ASYNC110 - what is awaited is a file
+        while _is_held(point):  # noqa: ASYNC110 - a file has no event to await
             await asyncio.sleep(_POLL_SECONDS)
 
 
 def _reach(point: str) -> bool:
-    """Leave the mark of a point that acts; True if it is to be waited at."""
+    """Create the file `reached` if the point acts; returns whether to wait at it."""
     if _DIRECTORY is None:
         return False
     fatal = Path(_DIRECTORY, f"{point}.kill").exists()

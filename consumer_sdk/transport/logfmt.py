@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _BARE = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+\Z")
 _KEY_UNSAFE = re.compile(r"[^\w.$-]")
 _URL_PASSWORD = re.compile(r"(\w[\w+.-]*://[^\s:/@]*):[^\s/]*@")
-# A sentence that asks for a bearer token is not a header that holds one.
+# The words `bearer token` in a sentence are not a secret.
 _PASSWORD_FIELD = re.compile(
     r"(?i)(password|passwd|secret)(\s*[=:]\s*)('[^']*'|\S+)"
     r"|(bearer)(\s+)(?!tokens?(?:[\s.,;)]|\Z))\S+"
@@ -36,7 +36,7 @@ def mask_secrets(text: str) -> str:
 
 
 def quote_logfmt(value: object) -> str:
-    """Write a value so that any logfmt reader gets it back and one event stays one line."""
+    """Write a value so that logfmt readers restore it and the event stays on one line."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -52,7 +52,7 @@ def quote_logfmt(value: object) -> str:
 
 
 class _EventFormatter(logging.Formatter):
-    """Gives a record as (key, value) pairs, secrets masked."""
+    """Turns a record into (key, value) pairs with masked secrets."""
 
     def pairs(self, record: logging.LogRecord) -> Iterator[tuple[str, object]]:
         moment = datetime.fromtimestamp(record.created, UTC)
@@ -78,7 +78,7 @@ class LogfmtFormatter(_EventFormatter):
 
 
 class JsonFormatter(_EventFormatter):
-    """One JSON object a line, same keys as logfmt."""
+    """One JSON object for each line, with the same keys as logfmt."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(dict(self.pairs(record)), default=str, ensure_ascii=False)

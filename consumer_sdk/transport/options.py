@@ -1,4 +1,4 @@
-"""How to reach NATS and to log in there: addresses, credentials, TLS."""
+"""How to connect to NATS: addresses, credentials, TLS."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ESCAPES: Final = "in a password write / as %2F, ? as %3F, # as %23 and @ as %40
 
 
 class BadOption(UsageError):
-    """An option for the connection cannot be used; `problem` never holds a secret."""
+    """A connection option is not valid; `problem` never contains a secret."""
 
     def __init__(self, option: Option, problem: str) -> None:
         variable = _VARIABLES.get(option)
@@ -45,7 +45,7 @@ class BadOption(UsageError):
 
 
 class TlsNotOffered(ConnectionError):
-    """TLS is asked for, and the server has none; nothing was sent to it."""
+    """TLS is configured, but the server does not offer it; nothing was sent."""
 
     def __init__(self, host: str) -> None:
         super().__init__(
@@ -55,11 +55,11 @@ class TlsNotOffered(ConnectionError):
 
 
 class ServerAddress(ParseResult):
-    """An address whose user and password are read as RFC 3986 writes them: `%40` is an @."""
+    """An address whose user and password are percent-decoded (RFC 3986): `%40` means @."""
 
     @classmethod
     def of(cls, address: ParseResult) -> Self:
-        """The same address."""
+        """The same address with decoded user and password."""
         return cls(*address)
 
     @property
@@ -103,7 +103,7 @@ class ConnectionOptions:
         return ",".join(without_secrets(server) for server in self.servers)
 
     def for_nats(self) -> dict[str, Any]:
-        """Keyword arguments for nats-py; BadOption where a file does not hold what it should."""
+        """Keyword arguments for nats-py; BadOption if a credentials or TLS file is not valid."""
         options: dict[str, Any] = {
             "servers": list(self.servers),
             "name": self.name,
@@ -121,7 +121,7 @@ class ConnectionOptions:
             options["user"] = self.user
             options["password"] = self.password
         schemes = {urlsplit(server).scheme for server in self.servers}
-        # A connection with a context never goes on without TLS, see `NatsConnection`.
+        # With a TLS context, a connection never continues without TLS, see `NatsConnection`.
         if self.ca or self.cert or self.key or not schemes.isdisjoint(_ENCRYPTED):
             if "ws" in schemes:
                 # WebSocket without TLS cannot change to it later.
@@ -146,9 +146,9 @@ class ConnectionOptions:
 
 
 def require_address(server: str) -> None:
-    """Insist on an address that nats-py can connect to; it would try anything else for ever.
+    """Raise BadOption unless nats-py can use the address; it would retry any other without end.
 
-    Of a damaged one nothing but the scheme is shown: the rest may be a password cut in two.
+    The error shows at most the scheme, because the rest may contain part of a password.
     """
     try:
         parts = urlsplit(_with_scheme(server))
@@ -183,7 +183,7 @@ def _with_scheme(server: str) -> str:
 
 
 def _require_seed(option: Option, path: str, form: re.Pattern[str]) -> None:
-    """Insist on a file that holds a key; what it holds instead is not shown."""
+    """Raise BadOption unless the file holds a key; the error never shows its content."""
     import nkeys
 
     try:

@@ -1,4 +1,4 @@
-"""Where NATS is and how to log in: arguments first, then the environment, then defaults."""
+"""The settings for NATS, from arguments, then the environment, then defaults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NatsSettings:
-    """How to reach one deployment on NATS; its repr hides every secret."""
+    """How to reach one deployment on NATS; the repr hides every secret."""
 
     servers: tuple[str, ...] = field(default=("nats://127.0.0.1:4222",), repr=False)
     prefix: str = ""
@@ -61,11 +61,11 @@ class NatsSettings:
         name: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> NatsSettings:
-        """Fill in from the environment whatever the arguments leave open.
+        """Read from the environment what the arguments do not give.
 
         Reads NATS_URL (several separated by commas) or NATS_HOST and NATS_PORT,
         NATS_BRIDGE_USER, NATS_BRIDGE_PASSWORD, NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY,
-        BRIDGE_PREFIX, and where a deployment names its streams otherwise BRIDGE_CDC_STREAM and
+        BRIDGE_PREFIX, and for a deployment whose streams have other names BRIDGE_CDC_STREAM and
         BRIDGE_INIT_STREAM.
         """
         env = os.environ if environment is None else environment
@@ -97,11 +97,11 @@ class NatsSettings:
 
     @property
     def address(self) -> str:
-        """The servers without user and password, fit for a log line."""
+        """The servers' URLs without user and password, for log lines."""
         return self.connection().address
 
     def connection(self) -> ConnectionOptions:
-        """What a connection needs of these settings."""
+        """The options for the connection."""
         return ConnectionOptions(
             servers=self.servers,
             name=self.name,

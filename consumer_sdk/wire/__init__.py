@@ -1,4 +1,4 @@
-"""The wire format in code: pure functions and types, no I/O."""
+"""The wire format in code: pure functions and types without I/O."""
 
 from consumer_sdk.wire.envelope import Event, decode_payload, encode, read_events
 from consumer_sdk.wire.errors import DictionaryMissing, WireError, WireVersionError

@@ -1,6 +1,6 @@
-"""Which Arrow type a PostgreSQL column has, in snapshots, Parquet files and the lake alike.
+"""The Arrow type of each PostgreSQL column, the same in snapshots, Parquet files and the lake.
 
-The types are plain data, so that the wire needs no pyarrow; whoever has it builds them.
+The types are plain data, because the wire must not need pyarrow; the caller passes that module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DECIMAL: Final = "decimal128"
 
 @dataclass(frozen=True, slots=True)
 class ArrowType:
-    """An Arrow type by the name of the pyarrow function that makes it, or a list of such."""
+    """An Arrow type, named by the pyarrow function that makes it, or a list of that type."""
 
     name: str
     parameters: tuple[int | str, ...] = ()
@@ -58,7 +58,7 @@ _BY_FAMILY: Final[Mapping[Family, ArrowType]] = {
 def arrow_type(
     base_oid: int, element_oid: int, type_modifier: int, *, widen_decimals: bool = False
 ) -> ArrowType:
-    """The Arrow type of a column; what has no exact counterpart is text.
+    """The Arrow type of a column; a type without an exact counterpart becomes text.
 
     PostgreSQL 15 and later allow `numeric(3, 5)` and `numeric(3, -2)`; Arrow needs
     0 <= scale <= precision. Such columns are text, or with `widen_decimals` decimals with as many

@@ -1,4 +1,4 @@
-"""Checksums on the wire: of a chunk, of a whole snapshot, of an object that a `ref` names."""
+"""Checksums on the wire: of a chunk, of a whole snapshot, and of an object named by a `ref`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def sha256_hex(content: bytes) -> str:
 def snapshot_checksum(chunk_digests: Mapping[int, str], chunk_count: int) -> str:
     """The `checksum` of a meta: sha256 over the chunks' own sha256, in the order of their numbers.
 
-    A chunk without a digest adds nothing, so the result is then another one than that of the whole.
+    A chunk without a digest is left out, so the result differs from the complete checksum.
     """
     joined = "".join(chunk_digests.get(number, "") for number in range(chunk_count))
     return sha256_hex(joined.encode("ascii"))
 
 
 def object_reference(bucket: str, name: str, content: bytes) -> dict[str, Any]:
-    """The `ref` that stands in a message for content kept in the object store."""
+    """The `ref` that replaces, in a message, content kept in the object store."""
     return {"bucket": bucket, "name": name, "size": len(content), "sha256": sha256_hex(content)}

@@ -98,7 +98,7 @@ _JSON_ADAPTED: Final = frozenset({"bytea", "int", "float"})
 
 
 def family(base_oid: int, element_oid: int = 0) -> Family:
-    """Name the family by which values of this type travel; for a domain pass its base type."""
+    """The family of a type, by which its values are encoded; for a domain pass its base type."""
     scalar = _SCALAR_FAMILIES.get(base_oid)
     if scalar is not None:
         return scalar
@@ -123,8 +123,8 @@ class Column:
     """One column of a table at one schema version.
 
     `base_type_oid` is the type behind a domain, else `type_oid`; `element_oid` is the element type
-    of an array, else 0. `backfilled` says whether rows from before the column was added have a
-    value in it, `number` is another one for another column; None where that is not known.
+    of an array, else 0. `backfilled`: whether rows older than the column have values in it.
+    `number`: no other column of the table ever has the same. Both are None if not known.
     """
 
     name: str
@@ -193,7 +193,7 @@ class Column:
         )
 
     def to_document(self) -> dict[str, Any]:
-        """Write the column as it stands in a schema document."""
+        """The column as written in a schema document."""
         document: dict[str, Any] = {
             "name": self.name,
             "position": self.position,
@@ -218,8 +218,8 @@ class TableSchema:
     """A table as of one schema version of one source and epoch.
 
     `replica_identity` is one of "default", "nothing", "full", "index". `filenode` changes when
-    PostgreSQL rewrites the table; None where it is not known. `primary_key_deferrable` says that
-    two rows may have one key until their transaction ends.
+    PostgreSQL rewrites the table; None if it is not known. With `primary_key_deferrable`, two rows
+    may have the same key until their transaction ends.
     """
 
     source: str
@@ -237,10 +237,11 @@ class TableSchema:
 
     @property
     def row_key(self) -> tuple[str, ...]:
-        """The columns by which events identify a row, () where they do not.
+        """The columns by which events identify a row; () if events do not identify rows.
 
-        The primary key if the replica identity contains it, else the identity columns: all
-        columns of a keyless table under REPLICA IDENTITY FULL, where equal rows are possible.
+        These are the primary key if the replica identity contains it, else the identity columns.
+        Under REPLICA IDENTITY FULL without a primary key, these are all columns, and rows may be
+        equal.
         """
         if self.replica_identity == "nothing":
             return ()
@@ -288,7 +289,7 @@ class TableSchema:
             raise WireError(f"not a schema document: {error!r}") from error
 
     def to_document(self) -> dict[str, Any]:
-        """Write the schema as the document kept in KV."""
+        """The schema as the document stored in the bucket."""
         document: dict[str, Any] = {
             "v": _WIRE_VERSION,
             "source": self.source,
@@ -310,11 +311,11 @@ class TableSchema:
 
 
 def restore_json(value: Any, column: Column) -> Any:
-    """Turn a value read from a JSON message back into what MessagePack would have carried.
+    """Convert a value read from a JSON message to what MessagePack would have carried.
 
-    bytea comes back from base64, integers and floats from their text; arrays element by element.
-    An array with odd bounds is text in both encodings. A value that does not fit its column
-    raises WireError.
+    bytea is decoded from base64, integers and floats from text; arrays are converted by element.
+    An array whose bounds do not start at 1 is text in both encodings. A value that does not fit
+    its column raises WireError.
     """
     if value is None:
         return None
@@ -328,7 +329,7 @@ def restore_json(value: Any, column: Column) -> Any:
 
 
 def to_bytes(value: Any) -> bytes:
-    """A bytea value: bytes, or base64 where it came as JSON; anything else raises."""
+    """The bytes of a bytea value, which JSON carries as base64; other values raise an error."""
     if isinstance(value, str):
         return base64.b64decode(value, validate=True)
     if not isinstance(value, bytes):
@@ -356,5 +357,7 @@ def _restore_scalar(value: Any, kind: Family) -> Any:
         if kind == "float" and isinstance(value, (str, int)):
             return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise WireError(f"damaged message: a {kind} column holds something else") from error
+        raise WireError(
+            f"damaged message: a {kind} column holds a value of another type"
+        ) from error
     return value

@@ -1,4 +1,4 @@
-"""zstd on the wire: plain frames, and frames made with a dictionary that readers fetch by id."""
+"""zstd on the wire: frames with or without a dictionary, which readers fetch by its id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_DECOMPRESSORS = 32
 
 
 class Dictionaries(Protocol):
-    """Where a reader finds dictionaries; `get` answers None for one that is not loaded."""
+    """Dictionaries by id; `get` returns None for one that is not loaded."""
 
     def get(self, dictionary_id: str, /) -> bytes | None: ...
 
@@ -27,9 +27,9 @@ def compress(data: bytes, *, level: int = 3, dictionary: bytes | None = None) ->
 
 
 class LoadedDictionaries(dict[str, bytes]):
-    """Dictionaries by id, with the decompressors made from them: setting one up costs 20 uses.
+    """Dictionaries by id, and their decompressors, which cost as much to set up as 20 uses.
 
-    Belongs to one thread at a time.
+    Only one thread at a time may use it.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class LoadedDictionaries(dict[str, bytes]):
         self._ready: dict[str, zstandard.ZstdDecompressor] = {}
 
     def decompressor(self, dictionary_id: str) -> zstandard.ZstdDecompressor:
-        """The decompressor for a dictionary that is loaded, or for none where the id is empty."""
+        """The decompressor for a loaded dictionary; for an empty id, one without a dictionary."""
         found = self._ready.get(dictionary_id)
         if found is None:
             if len(self._ready) >= MAX_DECOMPRESSORS:
@@ -50,7 +50,7 @@ class LoadedDictionaries(dict[str, bytes]):
 def decompress(
     data: bytes, *, dictionary_id: str | None = None, dictionaries: Dictionaries | None = None
 ) -> bytes:
-    """Undo `compress`; DictionaryMissing tells which dictionary to fetch first."""
+    """Undo `compress`; DictionaryMissing names the dictionary to fetch first."""
     content: bytes | None = None
     if dictionary_id:
         content = dictionaries.get(dictionary_id) if dictionaries is not None else None
@@ -59,7 +59,7 @@ def decompress(
     try:
         size = zstandard.frame_content_size(data)
         if size < 0 or size > MAX_PLAIN_BYTES:
-            raise WireError("zstd frame without a sane content size")
+            raise WireError("zstd frame without a valid content size")
         if isinstance(dictionaries, LoadedDictionaries):
             decompressor = dictionaries.decompressor(dictionary_id or "")
         else:

@@ -1,7 +1,7 @@
-"""Messages as bytes: MessagePack or JSON outside, events inside.
+"""Messages as bytes, in MessagePack or JSON, and the events in them.
 
-`encode` and `decode_payload` move whole documents; `read_events` turns one stored message into the
-events it carries, several where rows are packed.
+`encode` and `decode_payload` convert whole documents; `read_events` returns the events of one
+stored message, several if rows are packed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Document = dict[str, Any]
 
 
 def to_json_value(value: Any) -> Any:
-    """A value as JSON can carry it exactly: bytes as base64, odd numbers as text."""
+    """A value in a form that JSON carries exactly: bytes as base64, special numbers as text."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -77,8 +77,8 @@ def _refuse_extension(code: int, _: bytes) -> Any:
 
 
 def may_hold_times(payload: bytes) -> bool:
-    """Whether MessagePack may hold its own timestamps, which no value on the wire is."""
-    # All of them end with this byte, which most messages do not have.
+    """Whether a payload may hold MessagePack timestamps, which the wire format does not allow."""
+    # The marks of all of them end with this byte, which most messages do not contain.
     return 0xFF in payload and any(head in payload for head in _TIMESTAMPS)
 
 
@@ -98,7 +98,7 @@ def _read_msgpack(payload: bytes) -> Any:
 def _read_json(payload: bytes) -> Any:
     document = json.loads(payload, parse_constant=_refuse_constant)
     if _SURROGATE.search(payload):
-        # Half of a pair is no character: nothing could print, store or encode it again.
+        # Refuse a lone surrogate: it cannot be printed, stored or encoded again.
         json.dumps(document, ensure_ascii=False).encode()
     return document
 
@@ -110,9 +110,9 @@ def decode_payload(
     *,
     versioned: bool = True,
 ) -> Document:
-    """Read a document by what its headers say; MessagePack where they say nothing.
+    """Decode a document according to its headers; without headers, as MessagePack.
 
-    Rows kept as objects are not `versioned`: they carry no `v` of their own.
+    Rows stored as objects are not `versioned`: they have no field `v`.
     """
     kind = MSGPACK
     if headers:
@@ -133,7 +133,7 @@ def decode_payload(
             raise WireError(f"unknown Content-Type {kind!r}")
     except WireError:
         raise
-    except Exception as error:  # whatever a decoder says of foreign bytes
+    except Exception as error:  # decoders raise many kinds of errors for foreign bytes
         raise WireError(f"damaged message: {error}") from error
     if not isinstance(document, dict):
         raise WireError("damaged message: not a map")
@@ -154,12 +154,12 @@ WITHOUT_ORDINAL = frozenset({"SCHEMA", "MESSAGE", "PROGRESS"})
 
 
 class Event(msgspec.Struct, gc=False):
-    """One change, or one of the messages that stand in order between changes.
+    """One change, or one of the other messages that are stored in order with the changes.
 
     `seq` counts from 0 within the transaction. `unchanged` names columns whose TOASTed value did
-    not change and is absent from `data`; `raw` names json columns that travel as text. `behind` is
-    the ordinal a feed has seen before an event that has none. Events hold plain values and never
-    themselves, so that the garbage collector need not look at them.
+    not change and is absent from `data`; `raw` names JSON columns that hold the document as text.
+    For an event without an ordinal, `behind` is the ordinal of the change before it. Events hold
+    plain values and never refer to themselves, so the garbage collector can skip them.
     """
 
     source: str
@@ -187,13 +187,13 @@ class Event(msgspec.Struct, gc=False):
 
     @property
     def position(self) -> Position:
-        """Resuming after it misses nothing; what has no ordinal of its own may come again."""
+        """Reading after it misses nothing; events without an ordinal may be read again."""
         has_none = self.operation in WITHOUT_ORDINAL
         return Position(self.commit_lsn, self.behind if has_none else self.seq)
 
 
 def unsigned(document: Document, key: str, default: int | None = None) -> int:
-    """An unsigned 64-bit integer; JSON writes large ones as text."""
+    """The unsigned 64-bit integer of a field; JSON carries large ones as text."""
     value = document.get(key, default)
     if isinstance(value, str) and _DIGITS.match(value):
         value = int(value)
@@ -224,7 +224,7 @@ def _names(value: Any, key: str) -> tuple[str, ...]:
 
 
 def message_content(document: Document) -> str | bytes:
-    """What a logical message carries: text if it is valid UTF-8, else bytes (base64 in JSON)."""
+    """The content of a logical message: text if it is valid UTF-8, else bytes."""
     data, encoding = document.get("data"), document.get("encoding", "utf8")
     if isinstance(data, bytes) or (isinstance(data, str) and encoding == "utf8"):
         return data
@@ -241,7 +241,7 @@ KNOWN_OPERATIONS = ROW_OPERATIONS | {"TRUNCATE", "SCHEMA", "COMMIT", "MESSAGE"}
 
 
 def _plain_row(document: Document) -> Event | None:
-    """The event of a row change with nothing unusual about it; None sends it the careful way."""
+    """The event of an ordinary row change; None for a message that needs every check."""
     get = document.get
     data = get("data")
     operation = get("operation")
@@ -345,16 +345,16 @@ def _require_row(event: Event) -> None:
 def read_events(
     headers: Mapping[str, str] | None, payload: bytes, dictionaries: Dictionaries | None = None
 ) -> list[Event]:
-    """Turn one stored message into its events.
+    """The events of one stored message.
 
-    Raises WireVersionError for a newer format, DictionaryMissing where a dictionary must be fetched
-    first, and WireError for anything else that does not follow the format.
+    Raises WireVersionError for a newer format, DictionaryMissing if a dictionary must be fetched
+    first, and WireError for any other violation of the format.
     """
     return events_of(decode_payload(headers, payload, dictionaries))
 
 
 def final_seq(document: Document) -> int:
-    """The ordinal of the last row a message carries."""
+    """The ordinal of the last row in a message."""
     rows = document.get("rows")
     seq = unsigned(document, "seq", 0)
     return seq + len(rows) - 1 if isinstance(rows, list) and rows else seq

@@ -1,7 +1,7 @@
 """Errors of the wire format, by what the reader must do.
 
 WireError
-    The message is not what the format says: do not apply it, report who publishes it.
+    The message violates the format: do not apply it, and find out who published it.
 WireVersionError(WireError)
     Written by a newer tailrace: upgrade this reader.
 DictionaryMissing(WireError)
@@ -16,7 +16,7 @@ class WireError(Exception):
 
 
 MISFITS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What Python says of a value that is not what it should be: of another type, range or depth."""
+"""What Python raises for a value of the wrong type, range or nesting depth."""
 
 
 class WireVersionError(WireError):

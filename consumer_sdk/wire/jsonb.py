@@ -1,4 +1,4 @@
-"""Decoded jsonb back to text."""
+"""The text of decoded jsonb values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from decimal import Decimal
 from typing import Any, Final
 
-# As text within a value it is harmless.
+# A match inside a string only costs time.
 _EXPONENT: Final = re.compile(r"\de[-+]\d")
 
 
 def jsonb_text(value: Any) -> str:
     """A jsonb value as PostgreSQL prints it, digit by digit."""
     text = _dumped(value)
-    # Python writes small and large numbers with an exponent, PostgreSQL writes them out.
+    # Python writes very small and large numbers with an exponent, PostgreSQL never does.
     return text if _EXPONENT.search(text) is None else _written_out(value)
 
 

@@ -1,8 +1,7 @@
-"""HOT PATH: row changes in MessagePack straight to events, without a map in between.
+"""HOT PATH: decodes MessagePack row changes directly into events, without maps in between.
 
-Only what is entirely as expected is read here. Everything else, damaged or merely unusual (a row
-kept as an object), is left to `envelope.events_of`, which says what is wrong. `make bench reading`
-shows what this gains.
+Only ordinary messages are decoded here. `envelope.events_of` handles all others, damaged ones and
+for example rows stored as objects, and raises the errors. `make bench reading` measures the gain.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _RowMessage(msgspec.Struct, gc=False, forbid_unknown_fields=True):
 
 
 class _Extension(Exception):
-    """MessagePack of a type that no value has."""
+    """A MessagePack extension type, which the wire format does not use."""
 
 
 def _refuse_extension(_code: int, _data: memoryview) -> Any:

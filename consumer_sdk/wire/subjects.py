@@ -1,6 +1,6 @@
-"""Names on NATS: subjects, streams and buckets, and table names in their three spellings.
+"""Names on NATS: subjects, streams and buckets, and the three forms of table names.
 
-A table is spelled as in SQL (`sales."Odd Table.1"`), as a pair (schema, table), or as a token of a
+A table is written as in SQL (`sales."Odd Table.1"`), as a pair (schema, table), or as a token of a
 subject (`sales.Odd=20Table=2E1`).
 """
 
@@ -16,7 +16,7 @@ _ESCAPE = re.compile(rb"=([0-9A-F]{2})")
 _SAFE_TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+\Z")
 _SQL_PART = re.compile(r'\s*(?:"((?:[^"]|"")+)"|([^\W\d][\w$]*))\s*')
 _PLAIN_IDENTIFIER = re.compile(r"[a-z_][a-z0-9_$]*\Z")
-# PostgreSQL folds ASCII letters only where the encoding is UTF-8.
+# With encoding UTF-8, PostgreSQL changes only ASCII letters to lower case.
 _FOLD = {upper: upper + 32 for upper in range(ord("A"), ord("Z") + 1)}
 _EMPTY_NAME = "="
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+\Z")
@@ -48,7 +48,7 @@ def unescape_token(token: str) -> str:
 def message_token(prefix: str) -> str:
     """The prefix of a logical message as a token; a long one becomes `==` and its sha256.
 
-    Prefixes have no limit in PostgreSQL, subjects have one in NATS. No escaped name holds `==`.
+    PostgreSQL does not limit prefixes, but NATS limits subjects. No escaped name contains `==`.
     """
     token = escape_token(prefix)
     if len(token) > LONGEST_TOKEN:
@@ -74,7 +74,7 @@ def parse_table_token(token: str) -> tuple[str, str]:
 
 
 def parse_table_name(text: str) -> tuple[str, str]:
-    """Read a table name as SQL spells it: unquoted parts fold to lower case, schema public."""
+    """Parse a table name as in SQL: unquoted parts in lower case, default schema public."""
     parts: list[str] = []
     rest = 0
     while True:
@@ -99,14 +99,14 @@ def parse_table_name(text: str) -> tuple[str, str]:
 
 
 def quote_identifier(name: str) -> str:
-    """Quote a name for display where SQL would need it."""
+    """Quote a name for display if SQL requires it."""
     if _PLAIN_IDENTIFIER.match(name):
         return name
     return '"' + name.replace('"', '""') + '"'
 
 
 def format_table_name(schema: str, table: str) -> str:
-    """Spell a table as SQL does, without the schema when it is public."""
+    """The name of a table as in SQL, without the schema if it is public."""
     if schema == "public":
         return quote_identifier(table)
     return f"{quote_identifier(schema)}.{quote_identifier(table)}"
