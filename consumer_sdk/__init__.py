@@ -1,6 +1,6 @@
-"""What a consumer of the change stream installs.
+"""The SDK for consumers of the change stream.
 
-Names are imported when they are first used, because every import of a submodule runs this file: the
+Each name is imported at its first use, because every import of a submodule runs this file: the
 bridge, the commands and Spark's workers need `consumer_sdk.wire` without waiting for the rest.
 """
 

@@ -1,4 +1,4 @@
-"""The client: one connection to a deployment, and everything that can be asked of it."""
+"""The client: one connection to a deployment, and everything that consumers can read there."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ async def connect(
     settings: NatsSettings | None = None,
     timeout: float | None = 10.0,
 ) -> AsyncIterator[Client]:
-    """Connect to NATS; what is not given comes from the environment.
+    """Connect to NATS; settings that are not given are read from the environment.
 
-    Waits up to `timeout` seconds for the server (None: for ever), then raises NotAvailable. Once
-    connected, a lost connection is restored for ever, 2 seconds apart.
+    Waits up to `timeout` seconds for the server (None: without a limit), then raises NotAvailable.
+    After a lost connection, the client tries to reconnect every 2 seconds, without a limit.
     """
     if settings is None:
         settings = NatsSettings.resolve(servers, prefix=prefix)
@@ -61,7 +61,7 @@ async def connect(
 
 
 class Client:
-    """A deployment of tailrace as seen by its consumers."""
+    """Reads schemas, snapshots and changes of one deployment of tailrace."""
 
     def __init__(self, nc: NatsConnection, settings: NatsSettings) -> None:
         self.deployment = Deployment(nc, settings)
@@ -73,7 +73,7 @@ class Client:
     # schemas
 
     async def schema(self, table: TableName) -> TableSchema:
-        """The newest schema of a table; UnknownTable names similar ones."""
+        """The newest schema of a table; UnknownTable with similar names if there is none."""
         return await self.deployment.schemas.get(table)
 
     async def tables(self) -> list[TableSchema]:
@@ -85,11 +85,11 @@ class Client:
         return self.deployment.schemas.watch()
 
     async def find_schema(self, token: str) -> TableSchema | None:
-        """The newest schema by the table's token in subjects, None if there is none."""
+        """The newest schema of a table by its token in subjects, None if there is none."""
         return await self.deployment.schemas.find(token)
 
     async def progress(self, source: str) -> Progress | None:
-        """The newest progress that a source has written; None if it never wrote any."""
+        """The newest progress stored for a source; None if there is none."""
         return await find_progress(self.deployment, source)
 
     # snapshots
@@ -107,8 +107,9 @@ class Client:
     ) -> Snapshot:
         """A complete snapshot of a table: a retained one if still valid, else a new one.
 
-        `fresh` asks for a new one in any case. Raises NotAvailable if no bridge answers,
-        SnapshotFailed if it refuses, fails, or makes no progress for `stall_timeout` seconds.
+        `fresh` requests a new one in any case. Raises NotAvailable if no bridge answers, and
+        SnapshotFailed if the bridge refuses, fails, or makes no progress for `stall_timeout`
+        seconds.
         """
         return await take_snapshot(
             self.deployment,
@@ -133,12 +134,12 @@ class Client:
         after: Mapping[tuple[str, int], Position] | None = None,
         timeout: float | None = None,
     ) -> ChangeFeed:
-        """Events from a stream sequence on, of some tables or (None) of everything.
+        """Events from a stream sequence on, of some tables or, with None, of everything.
 
-        `created` names the stream expected, `after` the positions by source and epoch at or before
-        which events are dropped; `lenient_start` accepts that the start has been trimmed away;
-        `timeout` limits how long a lost connection is waited for. Nothing happens before the first
-        batch is asked for.
+        `created` is the creation time of the expected stream. `after` holds positions by source
+        and epoch; events up to them are dropped. With `lenient_start`, messages at the start may be
+        trimmed. `timeout` limits the wait for a lost connection. The feed does nothing before the
+        first batch is requested.
         """
         selection = Selection(
             self.subjects.cdc_stream,
@@ -182,9 +183,9 @@ class Client:
 
         `after` is "now", "start" (everything retained), a stream sequence, a datetime, or a mapping
         from source to the SourcePosition of the last event seen. `messages` adds the logical
-        messages of pg_logical_emit_message, which may come again after a position of a single event
-        because they have none of their own. A huge transaction is held in memory until it ends:
-        read `as_events` where that does not fit.
+        messages of pg_logical_emit_message. They have no position of their own, so a reader that
+        continues after the position of a single event may see them again. A transaction is held in
+        memory until it ends: read `as_events` if transactions may be too large.
         """
         if as_events:
             return self._change_events(tables, after, messages)
@@ -255,15 +256,15 @@ class Client:
     # the log by sequence
 
     def log(self) -> LogReader:
-        """Bounded random access to the change log."""
+        """A reader of ranges of the change log."""
         return LogReader(self.deployment)
 
-    # for readers of their own
+    # for custom readers
 
     def filters(
         self, tables: Sequence[TableName] | None, extra_subjects: Sequence[str] = ()
     ) -> list[str]:
-        """Subjects that hold everything about the tables, without overlaps."""
+        """Subjects that cover the tables and do not overlap; None means all tables."""
         return self.deployment.filters(tables, extra_subjects)
 
     def decoder(self) -> EventDecoder:
@@ -271,9 +272,9 @@ class Client:
         return self.deployment.decoder()
 
     async def fetch_object(self, ref: dict[str, Any]) -> bytes:
-        """The content of a row kept outside its message, verified."""
+        """The verified content of a row that is stored as an object."""
         return await self.deployment.references.fetch_object(ref)
 
     async def dictionary(self, dictionary_id: str) -> bytes:
-        """A zstd dictionary by its id; kept for the life of the client."""
+        """A zstd dictionary by its id; the client keeps it in memory."""
         return await self.deployment.references.dictionary(dictionary_id)

@@ -4,14 +4,14 @@ CdcError
     UsageError            fix the call or the settings
         UnknownTable      no schema of that table is published; `near` holds similar names
         AccessDenied      NATS refuses the credentials or certificates
-    NotAvailable          retry later: NATS away, no bridge answering, nothing published yet
-    SnapshotFailed        the bridge gave up on the snapshot, or it never completed; ask again
+    NotAvailable          retry later: no NATS, no bridge answers, or nothing published yet
+    SnapshotFailed        the snapshot failed or never completed: request it again
     CorruptData           stop: what was read is not what was written
         VersionTooNew     written by a newer tailrace: upgrade this reader
     GapError              the log no longer holds what follows the stored position: bootstrap again
-    TargetError           the replica cannot be written: repair the target
+    TargetError           the target cannot be written: repair it
 
-Each carries `exit_code`, the status with which `cdc` ends.
+Each has an `exit_code`, with which `cdc` exits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class CdcError(Exception):
-    """Anything the SDK reports; the message is one line."""
+    """The base of all errors of the SDK; the message is one line."""
 
     exit_code = 1
 
 
 class UsageError(CdcError):
-    """The call or the settings cannot work as they are."""
+    """The call or the settings are not valid."""
 
     exit_code = 2
 
@@ -50,13 +50,13 @@ class UnknownTable(UsageError):
 
 
 class AccessDenied(UsageError):
-    """NATS is there and does not let us in."""
+    """NATS refuses the credentials, or the account lacks a permission."""
 
     exit_code = 3
 
 
 class NotAvailable(CdcError):
-    """Something that should answer does not; the same call may succeed later."""
+    """A needed service does not answer; the same call may succeed later."""
 
     exit_code = 3
 
@@ -68,7 +68,7 @@ class SnapshotFailed(CdcError):
 
 
 class CorruptData(CdcError):
-    """A message, chunk or object is damaged or foreign; nothing of it was applied."""
+    """A message, chunk or object is damaged or foreign; no part of it was applied."""
 
     exit_code = 4
 
@@ -80,7 +80,7 @@ class VersionTooNew(CorruptData):
 class GapError(CdcError):
     """The stream no longer holds what follows the wanted sequence.
 
-    `wanted` is the first sequence asked for, `first_available` the oldest one still stored (0 if
+    `wanted` is the first sequence requested, `first_available` the oldest one still stored (0 if
     the stream is gone).
     """
 
@@ -100,6 +100,6 @@ class GapError(CdcError):
 
 
 class TargetError(CdcError):
-    """The replica refuses what must be written to it."""
+    """The target cannot be opened or written."""
 
     exit_code = 3

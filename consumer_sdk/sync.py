@@ -4,8 +4,8 @@
         for transaction in cdc.changes(["users"]):
             ...
 
-Each client runs its own event loop in a thread of its own, so that it also works where a loop is
-running already, as in notebooks. A client and its iterators belong to one thread at a time.
+Each client runs its own event loop in its own thread, so it also works where a loop is already
+running, as in notebooks. Only one thread at a time may use a client and its iterators.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def connect(
     settings: NatsSettings | None = None,
     timeout: float | None = 10.0,
 ) -> Iterator[BlockingClient]:
-    """Connect to NATS; what is not given comes from the environment."""
+    """Connect to NATS; settings that are not given are read from the environment."""
     loop = LoopThread()
     try:
         opening = connect_async(servers, prefix=prefix, settings=settings, timeout=timeout)
@@ -77,7 +77,7 @@ class BlockingClient:
         return BlockingStream(self._client.watch_schemas(), self._loop)
 
     def progress(self, source: str) -> Progress | None:
-        """The newest progress that a source has written."""
+        """The newest progress stored for a source; None if there is none."""
         return self._loop.run(self._client.progress(source))
 
     def snapshot(
@@ -157,12 +157,12 @@ class BlockingSnapshot:
 
     @property
     def meta(self) -> SnapshotMeta:
-        """What is known of it."""
+        """The description of the snapshot."""
         return self._snapshot.meta
 
     @property
     def reused(self) -> bool:
-        """Whether it was retained from before."""
+        """Whether it is a retained snapshot."""
         return self._snapshot.reused
 
     def chunks(self) -> BlockingStream[ChunkRows]:
@@ -176,9 +176,9 @@ class BlockingSnapshot:
 
 
 class BlockingStream(Generic[T]):
-    """An iterator over what an asynchronous generator yields; close it, or leave its `with`.
+    """An iterator over an asynchronous generator; call `close`, or use it in a `with` statement.
 
-    `next(timeout)` raises TimeoutError instead of waiting for ever, and may be called again.
+    `next(timeout)` raises TimeoutError instead of waiting longer, and may be called again.
     """
 
     def __init__(self, source: AsyncGenerator[T, None], loop: LoopThread) -> None:
@@ -206,11 +206,11 @@ class BlockingStream(Generic[T]):
             raise StopIteration from None
 
     def close(self) -> None:
-        """End the iteration and give up what it holds on the server."""
+        """End the iteration and delete its consumer on the server."""
         self._loop.run(self._close())
 
     async def _next(self, timeout: float | None) -> T:
-        # The step goes on after a time-out, because cancelling it would end the generator.
+        # The step continues after a time-out, because cancelling it would end the generator.
         if self._pending is None:
             self._pending = asyncio.ensure_future(_step(self._source))
             self._pending.add_done_callback(_mark_retrieved)
@@ -229,7 +229,7 @@ class BlockingStream(Generic[T]):
 
 
 def _mark_retrieved(step: asyncio.Future[Any]) -> None:
-    """Keep asyncio from logging the failure of a step that nobody waits for after an interrupt."""
+    """After an interrupt nothing awaits the step; keep asyncio from logging its error."""
     if not step.cancelled():
         step.exception()
 
@@ -239,7 +239,7 @@ async def _step(source: AsyncGenerator[T, None]) -> T:
 
 
 class LoopThread:
-    """An event loop in a thread of its own, for code that has none; `stop` ends both."""
+    """An event loop in its own thread, for code without a loop; `stop` ends both."""
 
     def __init__(self, name: str = "tailrace-sdk") -> None:
         self._loop = asyncio.new_event_loop()
@@ -252,7 +252,7 @@ class LoopThread:
         return self._thread.is_alive()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for the result of a coroutine; an interrupt of the waiting cancels it."""
+        """Wait for the result of a coroutine; an interrupt cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -1,1 +1,1 @@
-"""The commands of `cdc`, one module each."""
+"""The subcommands of `cdc`."""

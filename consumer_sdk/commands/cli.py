@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
-DESCRIPTION = "Look at the change stream of a PostgreSQL database, and keep replicas of its tables."
+DESCRIPTION = "Read the change stream of a PostgreSQL database, and keep replicas of its tables."
 EPILOG = """\
 TABLE is written as in SQL: users, sales.orders, sales."Odd Table.1" (mind the shell's quotes).
-NATS is found through --nats and --prefix, or NATS_URL (or NATS_HOST, NATS_PORT, NATS_BRIDGE_USER,
+NATS is found by --nats and --prefix, or by NATS_URL (or NATS_HOST, NATS_PORT, NATS_BRIDGE_USER,
 NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and BRIDGE_PREFIX.
 Exit codes: 0 fine, 1 the answer is no, 2 bad usage or settings, 3 NATS, bridge or target not
 usable as configured, 4 data at risk.
@@ -35,13 +35,13 @@ _MODULES = {
     "mirror": "mirror",
     "verify": "verify",
 }
-"""The module of this package that declares and runs a subcommand."""
+"""The module of this package that declares and runs each subcommand."""
 INTERRUPTED = 130
 LONGEST_LINE = 1000
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser; where a subcommand is named, only its module is loaded."""
+    """The argument parser; if a subcommand is named, only its module is imported."""
     parser = Parser(
         prog="cdc",
         description=DESCRIPTION,
@@ -59,15 +59,15 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; every error is one line on standard error and an exit code."""
+    """Run one command and return its exit code; an error is one line on standard error."""
     follows = False
     try:
         parsed = build_parser(arguments).parse_args(arguments)
         follows = parsed.command == "tail"
         signal.signal(signal.SIGTERM, _interrupt)
-        # asyncio warns of every TLS connection of nats-py.
+        # asyncio logs a warning for every TLS connection of nats-py.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
-        # psycopg logs what it also raises.
+        # psycopg logs errors that it also raises.
         logging.getLogger("psycopg").setLevel(logging.ERROR)
         code: int = asyncio.run(parsed.run(parsed))
         return code
@@ -75,12 +75,12 @@ def run(arguments: Sequence[str]) -> int:
         print(f"cdc: {printable(_one_line(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        # An interrupt is the normal end of following.
+        # An interrupt is the normal end of `tail`.
         return 0 if follows else INTERRUPTED
 
 
 def main() -> int:
-    """Run what the program's arguments say; the result is the exit code."""
+    """Run the command given by the program's arguments and return its exit code."""
     return run(sys.argv[1:])
 
 
@@ -89,6 +89,6 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _one_line(error: Exception) -> str:
-    # It may quote a message of another program, of any length.
+    # An error may quote a message of another program, of any length.
     line = " ".join(str(error).split())
     return line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + "…"

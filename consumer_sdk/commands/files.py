@@ -1,4 +1,4 @@
-"""Writes rows to files: JSON lines, CSV or Parquet. An unfinished file never has the final name."""
+"""Writes rows to files: JSON lines, CSV or Parquet. An incomplete file never has the final name."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# These stand only between the tokens of a document: within a string they are escaped.
+# Control characters occur only between the tokens of a document: in strings they are escaped.
 _BLANKS = re.compile(r"[\x00-\x1f]+")
 
 
 class RowFile(Protocol):
-    """Where rows go; nothing is visible under the final name before `finish`."""
+    """A file for rows; it gets its final name only in `finish`."""
 
     def begin(self, columns: Sequence[Column]) -> None: ...
 
@@ -38,15 +38,15 @@ class RowFile(Protocol):
     def finish(self) -> None: ...
 
     def abandon(self) -> None:
-        """Remove what is unfinished; does nothing after `finish`."""
+        """Remove an incomplete file; does nothing after `finish`."""
 
 
 def open_row_file(out: str | None) -> RowFile:
-    """The writer for a file name by its ending, for `-` or for nothing."""
+    """The writer for a file name, by its ending; `-` is standard output, None discards the rows."""
     if out is None:
-        return _Nowhere()
+        return _Discard()
     if out == "-":
-        return _Output()
+        return _StandardOutput()
     path = Path(out)
     if not path.parent.is_dir():
         raise UsageError(f"no such directory: {path.parent}")
@@ -61,22 +61,22 @@ def open_row_file(out: str | None) -> RowFile:
     raise UsageError(f"--out {out}: the name must end in .jsonl, .csv or .parquet")
 
 
-def part_of(path: Path) -> Path:
-    """The name of a file until it is complete."""
+def temporary_path(path: Path) -> Path:
+    """The temporary name of a file until it is complete."""
     return path.with_name(f".{path.name}.part")
 
 
-def refused(path: Path, error: OSError) -> TargetError:
+def write_error(path: Path, error: OSError) -> TargetError:
     """The error for a file that cannot be written."""
     return TargetError(f"cannot write {path}: {error.strerror or error}")
 
 
-def unfit(rows: ChunkRows) -> CorruptData:
-    """The error for rows that are not what the snapshot's columns say."""
-    return CorruptData(f"chunk {rows.number} holds a row that does not have its columns and types")
+def mismatch(rows: ChunkRows) -> CorruptData:
+    """The error for rows that do not match the snapshot's columns."""
+    return CorruptData(f"chunk {rows.number} holds a row that does not match the columns and types")
 
 
-class _Nowhere:
+class _Discard:
     def begin(self, columns: Sequence[Column]) -> None:
         pass
 
@@ -90,7 +90,7 @@ class _Nowhere:
         pass
 
 
-class _Output(_Nowhere):
+class _StandardOutput(_Discard):
     def begin(self, columns: Sequence[Column]) -> None:
         self._lines = _Lines(columns)
 
@@ -103,18 +103,20 @@ def _joined(rows: ChunkRows, line: Callable[[Row, Container[str]], str]) -> str:
     try:
         return "".join(line(row, rows.raw(n)) for n, row in enumerate(rows))
     except MISFITS as error:
-        raise unfit(rows) from error
+        raise mismatch(rows) from error
 
 
 class _TextFile(ABC):
-    """A text file under another name until it is complete."""
+    """A text file that has a temporary name until it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._file: IO[str] | None = part_of(path).open("w", encoding="utf-8", newline="")
+            self._file: IO[str] | None = temporary_path(path).open(
+                "w", encoding="utf-8", newline=""
+            )
         except OSError as error:
-            raise refused(path, error) from error
+            raise write_error(path, error) from error
 
     @abstractmethod
     def begin(self, columns: Sequence[Column]) -> None: ...
@@ -126,23 +128,23 @@ class _TextFile(ABC):
         assert self._file is not None
         try:
             self._file.close()
-            part_of(self._path).replace(self._path)
+            temporary_path(self._path).replace(self._path)
         except OSError as error:
-            raise refused(self._path, error) from error
+            raise write_error(self._path, error) from error
         self._file = None
 
     def abandon(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-            part_of(self._path).unlink(missing_ok=True)
+            temporary_path(self._path).unlink(missing_ok=True)
 
     def _put(self, text: str) -> None:
         assert self._file is not None
         try:
             self._file.write(text)
         except OSError as error:
-            raise refused(self._path, error) from error
+            raise write_error(self._path, error) from error
 
     @abstractmethod
     def _line(self, row: Row, raw: Container[str]) -> str: ...
@@ -157,7 +159,7 @@ class _JsonLines(_TextFile):
 
 
 class _Csv(_TextFile):
-    """CSV as PostgreSQL reads it: null is nothing, an empty text is quoted."""
+    """CSV as PostgreSQL reads it: null is an empty field, an empty text is quoted."""
 
     def begin(self, columns: Sequence[Column]) -> None:
         self._columns = [(column.name, postgres_encoder(column)) for column in columns]
@@ -175,7 +177,7 @@ class _Csv(_TextFile):
 
 
 class _Lines:
-    """Rows as JSON, one a line; numbers in JSON documents keep every digit."""
+    """Rows as JSON lines; numbers in JSON documents keep every digit."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self._documents = {one.name for one in columns if one.family in ("json", "jsonb")}
@@ -189,7 +191,7 @@ class _Lines:
     def _text(self, name: str, value: Any, raw: bool) -> str:
         if name in self._documents:
             return _document(value) if raw else jsonb_text(value)
-        # An array whose bounds do not start at 1 is PostgreSQL's text, and no document.
+        # An array whose bounds do not start at 1 is PostgreSQL's text, not a document.
         return _document(value) if raw and isinstance(value, list) else _dumped(value)
 
 

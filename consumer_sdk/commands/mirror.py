@@ -51,16 +51,16 @@ def add_arguments(subparsers: Any) -> None:
         "--once", action="store_true", help="end when everything stored at the start is applied"
     )
     parser.add_argument(
-        "--fresh", action="store_true", help="build the tables anew, from new snapshots"
+        "--fresh", action="store_true", help="rebuild the tables from new snapshots"
     )
     add_shared_options(parser)
     parser.set_defaults(run=run_mirror)
 
 
 async def run_mirror(arguments: argparse.Namespace) -> int:
-    """Mirror tables as the arguments say."""
+    """Run the command."""
     if arguments.tables and arguments.all:
-        raise UsageError("--all is every table already; name some tables, or give --all, not both")
+        raise UsageError("--all includes every table; name some tables, or give --all, not both")
     if not arguments.tables and not arguments.all:
         raise UsageError("name the tables to mirror, or give --all; see cdc mirror --help")
     target = open_target(arguments.into)
@@ -81,7 +81,7 @@ async def run_mirror(arguments: argparse.Namespace) -> int:
 
 @contextlib.asynccontextmanager
 async def _interruptible(mirror: Mirror) -> AsyncIterator[asyncio.Event]:
-    """Let a first SIGINT or SIGTERM stop the mirror between two transactions, a second at once."""
+    """Stop the mirror after a transaction at the first SIGINT or SIGTERM, at once at the second."""
     loop = asyncio.get_running_loop()
     interrupted = asyncio.Event()
     task = asyncio.current_task()
@@ -94,7 +94,7 @@ async def _interruptible(mirror: Mirror) -> AsyncIterator[asyncio.Event]:
         mirror.stop()
 
     signals = (signal.SIGINT, signal.SIGTERM)
-    # Event loops on Windows have no signal handlers; an interrupt ends the program at once.
+    # On Windows event loops have no signal handlers; an interrupt ends the program at once.
     with contextlib.suppress(NotImplementedError):
         for number in signals:
             loop.add_signal_handler(number, interrupt)
@@ -147,7 +147,7 @@ class MirrorDisplay:
                 print(logfmt({"event": "status", **self._fields(status)}), file=sys.stderr)
 
     def conclude(self, status: MirrorStatus) -> None:
-        """Print where the mirror ended."""
+        """Print what the mirror did and its final positions."""
         tables = "1 table" if status.tables == 1 else f"{status.tables} tables"
         where = ", ".join(
             f"{printable(source)} at {format_lsn(position.commit_lsn)}"

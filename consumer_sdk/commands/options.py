@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
     from consumer_sdk.client import Client
 
-CREDENTIALS_ADVICE = "its password belongs into PGPASSWORD or ~/.pgpass"
+CREDENTIALS_ADVICE = "put its password into PGPASSWORD or ~/.pgpass"
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
-    """Add --version, and --nats, --prefix and --timeout; else NATS comes from the environment."""
+    """Add --version, --nats, --prefix and --timeout; the environment gives their defaults."""
     parser.add_argument("--version", action="version", version=f"cdc {__version__}")
     group = parser.add_argument_group("NATS")
     group.add_argument(
         "--nats",
         metavar="URL",
-        help="address, several separated by commas; one with a password belongs into the "
+        help="address, several separated by commas; put an address with a password into the "
         "environment [NATS_URL]",
     )
     group.add_argument(
@@ -44,17 +44,17 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
 
 
 def nats_settings(arguments: argparse.Namespace) -> NatsSettings:
-    """The settings that the options and the environment give."""
+    """The settings from the options and the environment."""
     return NatsSettings.resolve(arguments.nats, prefix=arguments.prefix, name="cdc")
 
 
 def open_client(arguments: argparse.Namespace) -> AbstractAsyncContextManager[Client]:
-    """Connect as the options say."""
+    """Connect with the settings from the options."""
     return connect(settings=nats_settings(arguments), timeout=arguments.timeout)
 
 
 def seconds(text: str) -> float:
-    """A time as an argument type: seconds, or with a unit as in `500ms`, `10s`, `2m`."""
+    """The argument type of a time: seconds, or a number with a unit, as `500ms`, `10s`, `2m`."""
     match = _TIME.fullmatch(text.strip())
     value = float(match[1]) * _UNITS[match[2] or "s"] if match else 0.0
     if not 0 < value < 1e9:
@@ -65,14 +65,14 @@ def seconds(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A positive integer, as an argument type."""
+    """The argument type of a positive integer."""
     if not text.isdecimal() or not 0 < int(text) < 1 << 63:
         raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
     return int(text)
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line."""
+    """Raises UsageError, in one line, for wrong arguments."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UsageError(f"{message}; see {self.prog} --help")

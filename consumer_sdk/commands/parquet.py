@@ -1,4 +1,4 @@
-"""Rows into a Parquet file with the columns' own types."""
+"""Writes rows to a Parquet file, with Arrow types for the columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from datetime import date, datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from consumer_sdk.commands.files import part_of, refused, unfit
+from consumer_sdk.commands.files import mismatch, temporary_path, write_error
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.arrow_types import DECIMAL, arrow_type
 from consumer_sdk.wire.errors import MISFITS
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import Column
 
     _Converter = Callable[[Any, bool], Any]
-    """Of a value, and whether it is the text of a JSON document."""
+    """Takes a value, and whether it is the text of a JSON document."""
 
 
 class ParquetFile:
     """Writes one row group for each chunk.
 
-    Whatever has no exact counterpart is text. A value that a typed column cannot hold, such as an
-    infinite timestamp, raises UsageError rather than being changed.
+    A type without an exact counterpart becomes text. A value that the column's type cannot hold,
+    such as an infinite timestamp, raises UsageError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,10 +53,10 @@ class ParquetFile:
         self._schema = pa.schema([(name, kind) for name, kind, _ in self._columns])
         try:
             self._writer = self._parquet.ParquetWriter(
-                part_of(self._path), self._schema, compression="zstd"
+                temporary_path(self._path), self._schema, compression="zstd"
             )
         except OSError as error:
-            raise refused(self._path, error) from error
+            raise write_error(self._path, error) from error
 
     def write(self, rows: ChunkRows) -> None:
         import pyarrow as pa
@@ -66,7 +66,7 @@ class ParquetFile:
             try:
                 values = [row[name] for row in rows]
             except KeyError as error:
-                raise unfit(rows) from error
+                raise mismatch(rows) from error
             try:
                 if convert is not None:
                     values = [
@@ -76,31 +76,31 @@ class ParquetFile:
                 arrays.append(pa.array(values, type=kind))
             except (pa.ArrowException, *MISFITS) as error:
                 raise UsageError(
-                    f"column {name!r} holds a value that Parquet's {kind} cannot; "
+                    f"column {name!r} holds a value that does not fit Parquet's {kind}; "
                     "write .jsonl or .csv instead"
                 ) from error
         try:
             self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
         except OSError as error:
-            raise refused(self._path, error) from error
+            raise write_error(self._path, error) from error
 
     def finish(self) -> None:
         try:
             self._writer.close()
-            part_of(self._path).replace(self._path)
+            temporary_path(self._path).replace(self._path)
         except OSError as error:
-            raise refused(self._path, error) from error
+            raise write_error(self._path, error) from error
         self._writer = None
 
     def abandon(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-            part_of(self._path).unlink(missing_ok=True)
+            temporary_path(self._path).unlink(missing_ok=True)
 
 
 def _converter(column: Column, decimal: bool) -> _Converter | None:
-    """What makes a value of the wire one that Arrow takes; None if it is one already."""
+    """Converts values of a column for Arrow; None if they need no conversion."""
     if column.family == "array":
         return _list_of(_scalar_converter(column.element_family or "other", decimal))
     return _scalar_converter(column.family, decimal)

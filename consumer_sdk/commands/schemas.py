@@ -1,4 +1,4 @@
-"""`cdc schema` and `cdc tables`: what the schemas bucket says."""
+"""`cdc schema` and `cdc tables`: the published schemas."""
 
 from __future__ import annotations
 

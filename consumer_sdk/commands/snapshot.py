@@ -1,4 +1,4 @@
-"""`cdc snapshot`: a whole table, into a file or onto standard output."""
+"""`cdc snapshot`: write a whole table to a file or to standard output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_arguments(subparsers: Any) -> None:
         help="write the rows to FILE.jsonl, FILE.csv or FILE.parquet; - for lines on stdout",
     )
     parser.add_argument(
-        "--fresh", action="store_true", help="ask for a new one even if one is retained"
+        "--fresh", action="store_true", help="request a new one even if one is retained"
     )
     parser.add_argument("--columns", metavar="A,B", help="only these columns, separated by commas")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -45,14 +45,14 @@ def add_arguments(subparsers: Any) -> None:
         metavar="TIME",
         type=seconds,
         default=60.0,
-        help="give up when nothing has happened for so long, default 60",
+        help="give up after this time without progress, default 60",
     )
     add_shared_options(parser)
     parser.set_defaults(run=take)
 
 
 async def take(arguments: argparse.Namespace) -> int:
-    """Take a snapshot, write its rows, print what it is."""
+    """Take a snapshot, write its rows, print a summary."""
     wanted = _column_names(arguments.columns)
     writer = open_row_file(arguments.out)
     bar = ProgressLine(f"snapshot of {arguments.table}")
@@ -82,7 +82,7 @@ async def take(arguments: argparse.Namespace) -> int:
     finally:
         bar.clear()
         writer.abandon()
-    # If rows go to standard output, nothing else does.
+    # If the rows are on standard output, the summary must not be there.
     stream = sys.stderr if arguments.out == "-" else sys.stdout
     print(_summary(snapshot, arguments), file=stream)
     return 0

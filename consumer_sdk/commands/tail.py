@@ -111,7 +111,7 @@ async def _batches(client: Client, tables: list[tuple[str, str]] | None, from_st
 
 
 def _is_shown(event: Event) -> bool:
-    """Everything but ends of transactions and progress without a gap."""
+    """Whether an event is printed: all but COMMIT, and PROGRESS only with a gap."""
     if event.operation == "PROGRESS":
         return bool((event.document or {}).get("gap"))
     return event.operation != "COMMIT"
@@ -175,7 +175,7 @@ def _text_line(paint: Paint) -> Any:
 
 
 def _when(ts: int) -> str:
-    """A commit time as people write it; beyond the calendar, the number as it came."""
+    """A commit time in ISO format; a time outside the calendar stays a number."""
     try:
         when = (_EPOCH + timedelta(microseconds=ts)).isoformat(timespec="microseconds")
     except OverflowError:

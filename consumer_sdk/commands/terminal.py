@@ -1,4 +1,4 @@
-"""What a terminal gets and a pipe does not: colours and a line of progress."""
+"""Output for terminals: colours, a progress line, and text without control characters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _CODES: Final = {
     "dim": "2",
     "bold": "1",
 }
-# Characters that JSON may hold unescaped: DEL, C1, line separators, directions, lone surrogates.
+# Characters that JSON need not escape: DEL, C1, line separators, directions, lone surrogates.
 _CONTROLS: Final = re.compile(
     "[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 _REDRAW_SECONDS: Final = 0.1
-_LOOK_SECONDS: Final = 0.25
+_CHECK_SECONDS: Final = 0.25
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -40,12 +40,12 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 async def reader_closed(stream: TextIO) -> None:
-    """Wait until nobody can read the stream any more: the other end of its pipe is closed.
+    """Wait until the reading end of the stream's pipe is closed.
 
-    Otherwise only a write would find out, and a quiet table gives nothing to write.
+    A write would fail then, but without changes nothing is written.
     """
     while not _is_closed(stream):  # noqa: ASYNC110
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_CHECK_SECONDS)
 
 
 def _is_closed(stream: TextIO) -> bool:
@@ -55,12 +55,12 @@ def _is_closed(stream: TextIO) -> bool:
         watch = select.poll()
         watch.register(stream.fileno(), 0)
         return bool(watch.poll(0))
-    except (OSError, ValueError):  # not a file
+    except (OSError, ValueError):  # the stream has no descriptor
         return False
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether colours are fine: a terminal, not a dumb one, and NO_COLOR unset or empty."""
+    """Whether to use colours: on a terminal that is not dumb, if NO_COLOR is unset or empty."""
     return (
         is_terminal(stream)
         and not os.environ.get("NO_COLOR")
@@ -69,7 +69,7 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 class Paint:
-    """Colours text, or leaves it alone."""
+    """Colours text if the stream supports it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._on = wants_colour(stream)
@@ -79,14 +79,14 @@ class Paint:
 
 
 def printable(text: str) -> str:
-    """Text without control characters: what is not printable is written as an escape."""
+    """The text with every character that is not printable written as an escape."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
 def printable_json(text: str) -> str:
-    """The same JSON without control characters; line ends stay."""
+    """The same JSON with control characters escaped; line ends stay."""
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -96,7 +96,7 @@ def _escape(char: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
-    """Lines in which the cells of each column begin at the same place."""
+    """The rows as lines, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -105,7 +105,7 @@ def columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
 
 
 class ProgressLine:
-    """One line on a terminal that redraws itself; nothing at all elsewhere."""
+    """A progress line on a terminal; prints nothing elsewhere."""
 
     def __init__(self, label: str, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -130,14 +130,14 @@ class ProgressLine:
         self._stream.flush()
 
     def _columns(self) -> int:
-        # The width of this stream's terminal; standard output may be a file.
+        # Use this stream's terminal, because standard output may be a file.
         try:
             return os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ValueError):
             return shutil.get_terminal_size().columns
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Erase the line."""
         if self._shown and self._drawn_at:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

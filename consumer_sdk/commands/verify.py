@@ -32,8 +32,9 @@ def add_arguments(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "verify",
         help="compare a replica with its source",
-        description="Compare tables row by row at one position while source and replica move on; "
-        "exit 1 and the differing keys if they differ. TABLE is written as in SQL.",
+        description="Compare tables row by row at one position, while source and replica "
+        "continue to change; if they differ, print the differing keys and exit with 1. TABLE is "
+        "written as in SQL.",
     )
     parser.add_argument("tables", metavar="TABLE", nargs="+")
     parser.add_argument(
@@ -58,7 +59,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 async def run_verify(arguments: argparse.Namespace) -> int:
-    """Compare as the arguments say."""
+    """Run the command."""
 
     def waiting(reason: str) -> None:
         print(f"cdc: {printable(reason)}", file=sys.stderr)
@@ -79,7 +80,7 @@ async def run_verify(arguments: argparse.Namespace) -> int:
         lines = [printable_json(json.dumps(documents, ensure_ascii=False))]
     else:
         lines = [line for report in reports for line in _lines(report)]
-    # The exit code is the answer, also for whoever does not read all of it.
+    # The exit code must be right even if the reader closes the pipe early.
     with contextlib.suppress(BrokenPipeError):
         print("\n".join(lines), flush=True)
     return 0 if all(report.equal for report in reports) else 1

@@ -1,1 +1,1 @@
-"""Small programs on top of the SDK, run as `python -m consumer_sdk.examples.NAME`."""
+"""Small programs that use the SDK, run as `python -m consumer_sdk.examples.NAME`."""

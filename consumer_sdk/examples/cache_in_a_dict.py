@@ -10,7 +10,7 @@ Cache = dict[tuple[Any, ...], dict[str, Any]]
 
 
 def apply(cache: Cache, key: tuple[str, ...], event: Event) -> None:
-    """Apply one change: `old` tells a changed key, `unchanged` which values were left out."""
+    """Apply one change; `old` holds a changed key, `unchanged` names values that were left out."""
     if event.operation == "TRUNCATE":
         cache.clear()
     elif event.data is not None and event.operation in ("INSERT", "UPDATE", "DELETE"):
@@ -22,7 +22,7 @@ def apply(cache: Cache, key: tuple[str, ...], event: Event) -> None:
 
 
 async def keep(table: str) -> None:
-    """Load a snapshot, then follow; what committed below its LSN is in it already."""
+    """Load a snapshot, then apply the transactions that are not in it."""
     async with connect() as client:
         key = (await client.schema(table)).row_key
         snapshot = await client.snapshot(table)

@@ -1,4 +1,4 @@
-"""How each example begins and ends: with its arguments or a line of usage, and with Ctrl-C."""
+"""The arguments of the examples; Ctrl-C ends an example without a traceback."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 @contextmanager
 def arguments(documentation: str | None, least: int = 0) -> Iterator[list[str]]:
-    """The arguments; with fewer than needed, print the usage that the documentation ends with."""
+    """The arguments; if there are too few, print the usage at the end of the documentation."""
     given = sys.argv[1:]
     if len(given) < least:
         print(f"usage: {(documentation or '').partition(': ')[2]}", file=sys.stderr)

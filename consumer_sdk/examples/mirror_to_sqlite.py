@@ -8,7 +8,7 @@ from consumer_sdk.mirror import mirror
 
 
 async def keep(path: str, tables: list[str]) -> None:
-    """Load the tables (all without names), then apply every transaction as one transaction."""
+    """Load the tables, or all if none is named, then apply each transaction as a whole."""
     async with connect() as client:
         await mirror(client, tables or None, into=f"sqlite:///{path}")
 

@@ -17,10 +17,10 @@ def post(url: str, event: Event) -> None:
     urllib.request.urlopen(request, timeout=10).close()  # noqa: S310
 
 
-def deliver(url: str, place: Path) -> None:
+def deliver(url: str, position_file: Path) -> None:
     """Deliver each pg_logical_emit_message(true, 'outbox', …) in order, at least once."""
     with sync.connect() as cdc:
-        seen = place.read_text() if place.exists() else ""
+        seen = position_file.read_text() if position_file.exists() else ""
         for stored in cdc.messages("outbox", after=int(seen) if seen else "start"):
             for attempt in count():
                 try:
@@ -29,8 +29,8 @@ def deliver(url: str, place: Path) -> None:
                 except OSError as error:
                     print(f"attempt {attempt + 1}: {error}", file=sys.stderr)
                     time.sleep(min(60, 0.1 * 2**attempt))
-            place.with_suffix(".new").write_text(str(stored.stream_seq))
-            place.with_suffix(".new").replace(place)
+            position_file.with_suffix(".new").write_text(str(stored.stream_seq))
+            position_file.with_suffix(".new").replace(position_file)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""How the three commands start and end."""
+"""The start and the end of the three commands."""

@@ -1,8 +1,8 @@
 """Entry points of `bridge`, `cdc` and `spark-consumer`.
 
-This package imports nothing of ours until a command runs, so that an interrupt during the imports
-ends quietly. A password among the arguments is warned of, and every failure of standard output
-ends in the same way.
+This package imports no other module of tailrace before a command runs, so that an interrupt during
+the imports prints no traceback. All commands warn of a password among the arguments, and handle a
+failure of standard output in the same way.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _ADDRESS_FLAGS: Final = {
     "--replica": _POSTGRES,
     "--into": _POSTGRES,
 }
-"""Flags that take an address, and where its password can stand instead."""
-# NATS takes a user without a password for a token.
+"""Flags that take an address, and where to put its password instead."""
+# To NATS, a user without a password is a token, which is a secret too.
 _NATS_SECRET: Final = re.compile(r"(?:\A|,|//)\s*[^/?#,]+@")
 _POSTGRES_SECRET: Final = re.compile(r"(?i)\Apostgres\w*://[^/?#]*:[^/?#]+@|password\s*=")
 
@@ -70,7 +70,7 @@ def _launch(name: str, module: str) -> NoReturn:
         except SystemExit as end:
             code = end.code
         except BrokenPipeError:
-            # Whoever read our output has seen enough.
+            # The reader closed the pipe, which is not an error.
             code = 0
         close_output()
     except OutputLost as lost:
@@ -82,10 +82,10 @@ def _launch(name: str, module: str) -> NoReturn:
 
 
 def places_for_secrets(arguments: Sequence[str]) -> list[str]:
-    """Where passwords found among the arguments can stand instead; empty if there is none."""
+    """Where to put the passwords found among the arguments; empty if there are none."""
     remedies = []
     for flag, value in _options(arguments):
-        # argparse takes a beginning of a flag for the flag.
+        # argparse accepts abbreviated flags.
         whole = flag if flag in _ADDRESS_FLAGS else None
         if whole is None and len(flag) > len("--"):
             whole = next((known for known in _ADDRESS_FLAGS if known.startswith(flag)), None)
@@ -99,14 +99,14 @@ def places_for_secrets(arguments: Sequence[str]) -> list[str]:
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each flag with its value, written as `--flag value` or `--flag=value`."""
-    for place, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments):
         if argument.startswith("--"):
             flag, equals, value = argument.partition("=")
-            yield flag, value if equals else "".join(arguments[place + 1 : place + 2])
+            yield flag, value if equals else "".join(arguments[index + 1 : index + 2])
 
 
 def _load(module: str) -> Callable[[], int]:
-    """Import a command; until that is done there is nothing to tidy up after an interrupt."""
+    """Import a command; an interrupt meanwhile ends the process, with nothing to clean up."""
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:
         signal.signal(signal.SIGINT, _end)

@@ -1,4 +1,4 @@
-"""Standard output that may be a full disk, a closed pipe, or not there at all."""
+"""Standard output that may be a full disk, a closed pipe, or missing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 
 
 class OutputLost(Exception):
-    """What was printed cannot be written.
+    """Standard output cannot be written.
 
-    Not an OSError, because argparse goes on after those as if it had printed its help.
+    This is not an OSError, because argparse ignores an OSError while it prints its help.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -21,7 +21,7 @@ class OutputLost(Exception):
 
 
 class Output(io.TextIOWrapper):
-    """Standard output; a reader that has left shows as BrokenPipeError, all else as OutputLost."""
+    """Standard output; raises BrokenPipeError if the reader closed it, else OutputLost."""
 
     def write(self, text: str, /) -> int:
         try:
@@ -41,11 +41,11 @@ class Output(io.TextIOWrapper):
 
 
 def open_output() -> None:
-    """Have streams that exist; standard output writes what its encoding lacks as escapes."""
+    """Open missing streams; characters that standard output cannot encode are escaped."""
     if sys.stdout is None:
-        sys.stdout = open(_nowhere(1), "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stdout = open(_open_null(1), "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     elif isinstance(stream := sys.stdout, io.TextIOWrapper):
-        # The stream that Python has made stays in sys.__stdout__, and so the buffer stays open.
+        # Python's own stream stays in sys.__stdout__, which keeps the buffer open.
         sys.stdout = Output(
             stream.buffer,
             encoding=stream.encoding,
@@ -54,11 +54,11 @@ def open_output() -> None:
             write_through=stream.write_through,
         )
     if sys.stderr is None:
-        sys.stderr = open(_nowhere(2), "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(_open_null(2), "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
-def _nowhere(number: int) -> int:
-    """Give a descriptor that is closed to nobody, before a file or a socket gets its number."""
+def _open_null(number: int) -> int:
+    """Open a closed descriptor on the null device, before a file or socket gets its number."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     if descriptor != number:
         os.dup2(descriptor, number)
@@ -67,17 +67,17 @@ def _nowhere(number: int) -> int:
 
 
 def close_output() -> None:
-    """Write what is still to be written; nothing is left for the interpreter's exit to fail at."""
+    """Flush standard output, so that the interpreter has nothing to write when it exits."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _silence()
+        _discard_output()
     except OutputLost:
-        _silence()
+        _discard_output()
         raise
 
 
-def _silence() -> None:
+def _discard_output() -> None:
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, sys.stdout.fileno())
     os.close(descriptor)

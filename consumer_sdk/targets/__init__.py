@@ -1,1 +1,1 @@
-"""What a mirror writes into: SQLite, PostgreSQL, memory."""
+"""The targets of a mirror: SQLite, PostgreSQL, memory."""

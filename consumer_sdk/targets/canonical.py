@@ -1,6 +1,6 @@
-"""One spelling for every value, whether it comes from PostgreSQL, from the log or from SQLite.
+"""One canonical text for every value, whether read from PostgreSQL, from the log or from SQLite.
 
-Two values are the same iff their canonical texts are the same. Null is None.
+Two values are equal iff their canonical texts are equal. Null is None.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
 
 
 class Spelling:
-    """The canonical spelling of one column's values."""
+    """Converts the values of one column to their canonical texts."""
 
     def __init__(self, column: Column) -> None:
         self._name = column.name
@@ -35,7 +35,7 @@ class Spelling:
         self._element = column.element_family or "text"
 
     def from_text(self, text: str | None) -> Canonical:
-        """From what PostgreSQL prints."""
+        """The canonical text of a value as PostgreSQL prints it."""
         if text is None:
             return None
         if self._family != "array":
@@ -46,7 +46,7 @@ class Spelling:
         return _list_text(_parse_array(text), convert)
 
     def from_wire(self, value: Any, raw: bool) -> Canonical:
-        """From an event; `raw` says that a json value is text."""
+        """The canonical text of a value in an event; `raw` means that a JSON document is text."""
         if value is None:
             return None
         try:
@@ -57,11 +57,11 @@ class Spelling:
             return _list_text(value, lambda item: _from_value(self._element, item, raw))
         except MISFITS as error:
             raise CorruptData(
-                f"{self._family} column {self._name!r} holds something else"
+                f"{self._family} column {self._name!r} holds a value of another type"
             ) from error
 
     def from_sqlite(self, value: Any) -> Canonical:
-        """From what a mirror stores in SQLite."""
+        """The canonical text of a value as a mirror stores it in SQLite."""
         if value is None:
             return None
         try:
@@ -73,13 +73,13 @@ class Spelling:
                 items, convert or (lambda item: _from_value(self._element, item, True))
             )
         except MISFITS:
-            # Not of the column's type: the text of an array whose bounds do not start at 1, or
-            # something that the mirror did not write.
+            # The value is the text of an array whose bounds do not start at 1, or the mirror did
+            # not write it.
             return str(value)
 
 
 def to_sqlite(family: str, text: Canonical) -> Any:
-    """A canonical value as SQLite stores it, to look rows up by."""
+    """The value that SQLite stores for a canonical text, to find rows by it."""
     if text is None:
         return None
     if family == "int":
@@ -109,7 +109,7 @@ def _float(value: Any) -> str:
     number = float(value)
     if math.isnan(number):
         return "NaN"
-    # PostgreSQL counts -0 as 0, and SQLite does not keep its sign.
+    # To PostgreSQL -0 equals 0, and SQLite does not keep its sign.
     return repr(number + 0.0)
 
 
@@ -168,11 +168,11 @@ def _list_text(items: Any, convert: Callable[[Any], str]) -> str:
 def _parse_array(text: str) -> list[Any]:
     """An array literal as nested lists of element texts."""
     open_lists: list[list[Any]] = [[]]
-    position = 0
+    end = 0
     for token in _TOKEN.finditer(text):
-        if token.start() != position:
+        if token.start() != end:
             break
-        position = token.end()
+        end = token.end()
         brace, comma, quoted, bare = token.groups()
         if brace == "{":
             open_lists.append([])
@@ -185,7 +185,7 @@ def _parse_array(text: str) -> list[Any]:
             open_lists[-1].append(None if bare.upper() == "NULL" else _ESCAPED.sub(r"\1", bare))
         elif not comma:
             raise CorruptData("an array literal cannot be read")
-    if position != len(text) or len(open_lists) != 1 or len(open_lists[0]) != 1:
+    if end != len(text) or len(open_lists) != 1 or len(open_lists[0]) != 1:
         raise CorruptData("an array literal cannot be read")
     found: list[Any] = open_lists[0][0]
     return found

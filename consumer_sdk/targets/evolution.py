@@ -1,8 +1,8 @@
-"""Schema changes: which can be made to a filled copy, and which need the rows again.
+"""Schema changes: which can be made to a loaded copy in place, and which need a new snapshot.
 
-The log tells nothing of rows that a schema change alters by itself. So a change is made in place
-only where PostgreSQL neither rewrote the table nor gave existing rows a value: nullable columns
-added without a default, columns dropped, and types made wider without a rewrite.
+The log does not hold the rows that a schema change itself alters. So a change is made in place
+only if PostgreSQL neither rewrites the table nor gives existing rows a value: nullable columns are
+added without a default, columns are dropped, or types are widened without a rewrite.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FRACTIONS: Final = frozenset({TIME, TIMETZ, TIMESTAMP, TIMESTAMPTZ})
 
 
 class Effect(Enum):
-    """What a new schema version asks of a copy."""
+    """What a new schema version requires of a copy."""
 
     NONE = "none"
     ALTER = "alter"
@@ -27,16 +27,16 @@ class Effect(Enum):
 
 
 class Evolution(NamedTuple):
-    """An effect, and in words what is behind it."""
+    """An effect and the reason for it, in words."""
 
     effect: Effect
     reason: str
 
 
 def key_columns(schema: TableSchema) -> tuple[str, ...]:
-    """The columns that are unique and by which rows are found; () for a table without a key.
+    """The unique columns by which rows are found; () for a table without a key.
 
-    Under REPLICA IDENTITY FULL a table without primary key may hold equal rows.
+    Under REPLICA IDENTITY FULL, a table without a primary key may hold equal rows.
     """
     if schema.replica_identity == "full" and not schema.primary_key:
         return ()
@@ -44,18 +44,18 @@ def key_columns(schema: TableSchema) -> tuple[str, ...]:
 
 
 def compare(old: TableSchema, new: TableSchema) -> Evolution:
-    """Say what turns a copy with the rows and structure of `old` into one of `new`."""
+    """What a copy with the rows and structure of `old` needs to become one of `new`."""
     if key_columns(old) != key_columns(new):
         return Evolution(Effect.REBUILD, "its key changed")
     before = {column.name: column for column in old.columns}
     after = {column.name: column for column in new.columns}
     kept = [name for name in before if name in after]
     in_place = kept == [name for name in after if name in before]
-    if not in_place or any(_is_another(before[name], after[name]) for name in kept):
+    if not in_place or any(_is_replaced(before[name], after[name]) for name in kept):
         return Evolution(Effect.REBUILD, "a column was dropped and added again")
     added = [column for column in new.columns if column.name not in before]
     if added and len(kept) < len(before):
-        # A rename looks the same, and its rows keep their values.
+        # A renamed column cannot be told from these, and keeps its values.
         return Evolution(Effect.REBUILD, "columns were added and dropped, or renamed")
     if added and (old.filenode is None or old.filenode != new.filenode):
         return Evolution(Effect.REBUILD, "a column was added and the table may be rewritten")
@@ -73,8 +73,8 @@ def compare(old: TableSchema, new: TableSchema) -> Evolution:
     return Evolution(Effect.NONE, "")
 
 
-def _is_another(old: Column, new: Column) -> bool:
-    """Whether a column only has the name of the old one."""
+def _is_replaced(old: Column, new: Column) -> bool:
+    """Whether the column was dropped and another one added under its name."""
     return None not in (old.number, new.number) and old.number != new.number
 
 
@@ -83,7 +83,7 @@ def _same_type(old: Column, new: Column) -> bool:
 
 
 def _is_wider(old: Column, new: Column) -> bool:
-    """Whether PostgreSQL takes the new type without touching a single row."""
+    """Whether PostgreSQL changes to the new type without rewriting rows."""
     if old.type_oid == VARCHAR and new.type_oid == TEXT:
         return True
     if old.type_oid != new.type_oid:

@@ -1,8 +1,8 @@
-"""Tables in memory: for caches and tests, and the example for a target of your own.
+"""Tables in memory: for caches and tests, and an example for a target of your own.
 
-Three rules make a target. What is done between `begin` and `commit` shows at once (here: steps
-collect and run under a lock). Positions and copies are saved in the same transaction as the rows.
-A change finds exactly the row it means, also while keys are being swapped.
+A target follows three rules. Readers see everything between `begin` and `commit` at once (here:
+steps are collected and run under a lock). Positions and copies are saved in the same transaction as
+the rows. A change finds exactly its row, even while a transaction swaps keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class _Table:
-    """Rows by key. A key has several rows only without a key, or in the middle of a swap."""
+    """Rows by key. Several rows share a key only in a table without a key, or during a swap."""
 
     key: tuple[str, ...]
     rows: dict[tuple[Any, ...], list[Row]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class _Table:
         self.rows.setdefault(self.key_of(row), []).append(row)
 
     def take(self, identity: Row) -> Row | None:
-        """Remove and return one row that matches: of several under one key, the oldest."""
+        """Remove and return the oldest row that matches; None if there is none."""
         found = self.rows.get(self.key_of(identity), [])
         for index, row in enumerate(found):
             if all(_equal(row.get(name), value) for name, value in identity.items()):
@@ -60,7 +60,7 @@ class _Table:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    # PostgreSQL counts NaN as equal to itself.
+    # To PostgreSQL NaN equals NaN.
     return bool(one == other or (one != one and other != other))
 
 
@@ -81,7 +81,7 @@ class MemoryTarget:
             return [dict(row) for rows in found.rows.values() for row in rows] if found else []
 
     def tables(self) -> list[TableName]:
-        """The tables that can be read."""
+        """The live tables."""
         with self._lock:
             return [name for lane, name in self._tables if lane is Lane.LIVE]
 
@@ -94,13 +94,13 @@ class MemoryTarget:
         self._steps.clear()
 
     def interrupt(self) -> None:
-        """Nothing here waits for long."""
+        """Does nothing: no call here waits."""
 
     def read_state(self) -> TargetState:
         return TargetState(dict(self._positions), list(self._copies.values()))
 
     def require_room(self, copies: Sequence[MirrorCopy]) -> None:
-        """Nothing but the mirror makes tables here."""
+        """Does nothing: only the mirror creates tables here."""
 
     def begin(self) -> None:
         self._steps.clear()
@@ -164,7 +164,7 @@ class MemoryTarget:
         if row is None:
             raise TargetError(
                 f"table {format_table_name(*name)} lacks a row that the source has "
-                f"{event.operation.lower()}d; build the mirror anew"
+                f"{event.operation.lower()}d; rebuild the mirror"
             )
         if event.operation == "UPDATE":
             table.add(row | event.data)

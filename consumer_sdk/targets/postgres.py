@@ -1,8 +1,8 @@
 """Mirror into a PostgreSQL database: the same schemas, tables, column types and keys.
 
 State is kept in schema `tailrace`. A type that the database lacks becomes its base type, or text.
-Types whose values name objects of the source, such as `regclass`, become text.
-A table is replaced by DELETE and INSERT: a reader's snapshot then sees all old or all new rows.
+Types whose values name objects of the source, such as `regclass`, become text. A table is replaced
+by DELETE and INSERT, so that a reader's snapshot sees either all old or all new rows.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import Column, TableSchema
 
 FIRST_USER_OID: Final = 16384
-# Their values name objects of the source: regproc to regcollation, and aclitem, which names roles.
-_NAMES_OF_OBJECTS: Final = frozenset(
+# The values of these types name objects of the source: regproc to regcollation, and aclitem.
+_NAMING_OBJECTS: Final = frozenset(
     {24, 1033, 2202, 2203, 2204, 2205, 2206, 3734, 3769, 4089, 4096, 4191}
 )
-# Where text tells values apart that PostgreSQL's = does not (1.0 and 1.00), or where there is no =.
+# Types without an = operator, or whose = ignores differences in the text (1.0 and 1.00).
 _COMPARED_AS_TEXT: Final = frozenset({"numeric", "interval", "json", "jsonb", "other"})
 SESSION = (
     "-c client_encoding=UTF8 -c datestyle=ISO -c timezone=UTC -c intervalstyle=postgres "
@@ -48,7 +48,7 @@ _INDEXED_COLUMNS = 3
 
 
 class PostgresEngine:
-    """One connection; every error of PostgreSQL becomes a TargetError without values in it."""
+    """One connection; every error of PostgreSQL becomes a TargetError that shows no row values."""
 
     placeholder = "%s"
 
@@ -92,7 +92,7 @@ class PostgresEngine:
     def equals(self, column: Column) -> str:
         name = quote(column.name)
         if column.family == "jsonb":
-            # Both are printed by PostgreSQL, because an event may write a number differently.
+            # PostgreSQL prints both values, because an event may write a number differently.
             return f"{name}::text = %s::jsonb::text"
         if _is_compared_as_text(column):
             return f"format('%%s', {name}) = %s"
@@ -123,7 +123,7 @@ class PostgresEngine:
 
 
 def quote(name: str) -> str:
-    """A name as part of a statement with placeholders."""
+    """A quoted name for a statement with placeholders."""
     return '"' + name.replace('"', '""').replace("%", "%%") + '"'
 
 
@@ -133,7 +133,7 @@ def printed(name: str) -> str:
 
 
 def _first_line(error: psycopg.Error) -> str:
-    # The detail shows rows.
+    # The detail of the error would show row values.
     return error.diag.message_primary or str(error).partition("\n")[0]
 
 
@@ -173,12 +173,12 @@ class PostgresTarget(SqlTarget):
             raise TargetError(f"{self.name} cannot be reached: {_first_line(error)}") from error
         self._opened = PostgresEngine(self.name, connection)
         try:
-            self._take_over()
+            self._prepare()
         except BaseException:
             self.close()
             raise
 
-    def _take_over(self) -> None:
+    def _prepare(self) -> None:
         lock = crc32(b"tailrace mirror")
         if not self._engine.query("SELECT pg_try_advisory_lock(%s)", (lock,))[0][0]:
             raise TargetError(f"{self.name}: another mirror is writing to it")
@@ -187,7 +187,7 @@ class PostgresTarget(SqlTarget):
                 f"{self.name} is read-only; choose a primary that accepts writes, or turn "
                 "default_transaction_read_only off"
             )
-        # Position and rows are in one database: a commit lost in a crash is applied again.
+        # Position and rows are in one database, so a commit lost in a crash is applied again.
         self._engine.execute("SET synchronous_commit = off")
         self._has_state = self._find_state()
 
@@ -259,7 +259,7 @@ class PostgresTarget(SqlTarget):
         schema, table = copy.name
         if copy.lane is Lane.LIVE:
             return f"{quote(schema)}.{quote(table)}"
-        # PostgreSQL cuts names at 63 bytes; the checksum keeps long names apart.
+        # PostgreSQL cuts names at 63 bytes; the checksum makes long names differ.
         mark = f"{crc32(f'{schema}.{table}'.encode()):08x}"
         return f"tailrace.{quote(f'next_{mark}_{table[:30]}')}"
 
@@ -274,7 +274,7 @@ class PostgresTarget(SqlTarget):
             self._index_columns(copy)
 
     def _index_columns(self, copy: MirrorCopy) -> None:
-        """Index some columns of a table without a key, where rows are found by their values."""
+        """Index some columns of a table without a key, whose rows are found by their values."""
         small = [column.name for column in copy.schema.columns if column.family in _INDEXABLE]
         if copy.schema.replica_identity == "full" and small:
             listed = ", ".join(map(quote, small[:_INDEXED_COLUMNS]))
@@ -296,18 +296,18 @@ class PostgresTarget(SqlTarget):
     def _replace_live(self, copy: MirrorCopy) -> None:
         schema, table = copy.name
         live = f"{quote(schema)}.{quote(table)}"
-        coming = self._physical(copy)
+        next_table = self._physical(copy)
         if self._same_columns(copy):
-            # Transactions that began before do not see this; they would see TRUNCATE and DROP.
+            # Older transactions keep their rows, which they would not after TRUNCATE or DROP.
             listed = ", ".join(quote(column.name) for column in copy.schema.columns)
             self._engine.execute(f"DELETE FROM {live}")
-            self._engine.execute(f"INSERT INTO {live} ({listed}) SELECT {listed} FROM {coming}")
-            self._engine.execute(f"DROP TABLE {coming}")
+            self._engine.execute(f"INSERT INTO {live} ({listed}) SELECT {listed} FROM {next_table}")
+            self._engine.execute(f"DROP TABLE {next_table}")
             return
         self._engine.execute(f"CREATE SCHEMA IF NOT EXISTS {quote(schema)}")
         self._engine.execute(f"DROP TABLE IF EXISTS {live}")
-        name = coming.partition(".")[2]
-        self._engine.execute(f"ALTER TABLE {coming} SET SCHEMA {quote(schema)}")
+        name = next_table.partition(".")[2]
+        self._engine.execute(f"ALTER TABLE {next_table} SET SCHEMA {quote(schema)}")
         self._engine.execute(f"ALTER TABLE {quote(schema)}.{name} RENAME TO {quote(table)}")
 
     def _same_columns(self, copy: MirrorCopy) -> bool:
@@ -351,17 +351,17 @@ class PostgresTarget(SqlTarget):
 
 
 def _names_objects(column: Column) -> bool:
-    """Whether its values name objects, and can be read only where these objects exist."""
-    return not _NAMES_OF_OBJECTS.isdisjoint((column.base_type_oid, column.element_oid))
+    """Whether its values name objects, and can be stored only where these objects exist."""
+    return not _NAMING_OBJECTS.isdisjoint((column.base_type_oid, column.element_oid))
 
 
 def _is_compared_as_text(column: Column) -> bool:
-    """Whether two values of the column are the same only if they print the same."""
+    """Whether values of the column are compared by the text that PostgreSQL prints."""
     return (column.element_family or column.family) in _COMPARED_AS_TEXT
 
 
 def read_postgres_state(url: str, connection: psycopg.Connection[Any]) -> TargetState:
-    """What a mirror remembers, as a reader's connection sees it."""
+    """The saved state of a mirror, read over a reader's connection."""
     target = PostgresTarget(url)
     target._opened = PostgresEngine(target.name, connection)
     return target.read_state()

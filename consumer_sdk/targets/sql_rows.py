@@ -1,9 +1,9 @@
 """Row changes as SQL statements, the same for every engine. HOT PATH.
 
-Consecutive changes of one kind go to the engine in one call. An update or delete that finds no row,
-or an insert that finds one, means that something else wrote to the mirror. There is one exception:
-in the middle of a transaction, a deferrable primary key may hold two rows. The older row is then
-set aside until a later change of the transaction moves or deletes it.
+Consecutive changes of one kind are written in one call. An update or delete that finds no row, or
+an insert that finds one, means that something else wrote to the mirror. There is one exception: in
+the middle of a transaction, two rows may have the same value of a deferrable primary key. The older
+row is then set aside until a later change of the transaction moves or deletes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import Column, TableSchema
     from consumer_sdk.wire.envelope import Event
 
-    Fixes = list[tuple[int, str, Encode]]
+    Encodings = list[tuple[int, str, Encode]]
     Pick = Callable[[dict[str, Any]], tuple[Any, ...]]
     Row = Sequence[Any]
 
@@ -59,23 +59,23 @@ class Engine(Protocol):
         ...
 
     def encoder(self, column: Column) -> Encode | None:
-        """What turns a value, and whether it is raw, into its stored form; None if it is that."""
+        """Converts a value, given whether it is raw, to its stored form; None if they are equal."""
         ...
 
     def equals(self, column: Column) -> str:
-        """A condition that a column holds exactly the value that is not null."""
+        """A condition: the column holds exactly the value, which is not null."""
         ...
 
     def printed(self, name: str) -> str:
-        """An expression for what a column holds, in a form that can be inserted again."""
+        """An expression for the value of a column, in a form that can be inserted again."""
         ...
 
     def canonical(self, spelling: Spelling, printed: Any) -> str | None:
-        """The canonical spelling of what `printed` gave."""
+        """The canonical text of a value read with `printed`."""
         ...
 
     def row_id(self, names: Iterable[str]) -> str:
-        """The name by which one row of a table with these columns is addressed."""
+        """The name of the system column that identifies a row, in a table with these columns."""
         ...
 
     placeholder: str
@@ -93,16 +93,16 @@ class SqlRowWriter:
         self._names = tuple(column.name for column in schema.columns)
         self._key = key_columns(schema)
         self._encoders = {column.name: engine.encoder(column) for column in schema.columns}
-        self._fixes = [
-            (place, column.name, encode)
-            for place, column in enumerate(schema.columns)
+        self._encodings = [
+            (index, column.name, encode)
+            for index, column in enumerate(schema.columns)
             if (encode := self._encoders[column.name]) is not None
         ]
         self._pick = _picker(self._names)
         self._pick_key = _picker(self._key)
-        self._key_fixes = [
-            (place, name, encode)
-            for place, name in enumerate(self._key)
+        self._key_encodings = [
+            (index, name, encode)
+            for index, name in enumerate(self._key)
             if (encode := self._encoders[name]) is not None
         ]
         mark = engine.placeholder
@@ -116,9 +116,9 @@ class SqlRowWriter:
         self._delete = f"DELETE FROM {table} WHERE {self._by_key}"
         rest = tuple(name for name in self._names if name not in self._key) or self._key
         self._pick_update = _picker((*rest, *self._key))
-        self._update_fixes = [
-            (place, name, encode)
-            for place, name in enumerate((*rest, *self._key))
+        self._update_encodings = [
+            (index, name, encode)
+            for index, name in enumerate((*rest, *self._key))
             if (encode := self._encoders[name]) is not None
         ]
         self._update_all = self._update_by_key(rest)
@@ -132,11 +132,11 @@ class SqlRowWriter:
         self._engine.insert_many(self._insert, self.encoded(rows))
 
     def encoded(self, rows: Sequence[SnapshotRow]) -> list[Row]:
-        """Rows of a snapshot as the columns store them, in the order of the columns."""
-        return [self._encode(self._pick, self._fixes, row.data, row.raw) for row in rows]
+        """Rows of a snapshot in their stored form, in the order of the columns."""
+        return [self._encode(self._pick, self._encodings, row.data, row.raw) for row in rows]
 
     def apply(self, events: Sequence[Event]) -> None:
-        """Make the changes, in order."""
+        """Apply the changes, in order."""
         for operation, run in groupby(events, _operation):
             changes = list(run)
             if operation == "TRUNCATE":
@@ -171,7 +171,7 @@ class SqlRowWriter:
             else:
                 return
         for event, row in zip(events, rows, strict=True):
-            self._place(self._key_values(event.data, event.raw), row)
+            self._insert_row(self._key_values(event.data, event.raw), row)
 
     def _delete_rows(self, events: list[Event]) -> None:
         if self._aside:
@@ -192,7 +192,7 @@ class SqlRowWriter:
                 name in old and name in data and old[name] != data[name] for name in self._key
             )
             if not moved and not self._aside and len(data) == width:
-                run.append(self._encode(self._pick_update, self._update_fixes, data, event.raw))
+                run.append(self._encode(self._pick_update, self._update_encodings, data, event.raw))
                 continue
             self._update_run(run)
             run = []
@@ -206,7 +206,7 @@ class SqlRowWriter:
     # single changes
 
     def _update_one(self, event: Event, *, moved: bool) -> None:
-        """Update a row of which columns are missing, or whose key changes."""
+        """Update a row whose event lacks columns, or whose key changes."""
         data, raw = event.data, event.raw
         old = event.old or {}
         old_key, new_key = (
@@ -215,13 +215,13 @@ class SqlRowWriter:
         )
         set_aside = self._take_aside(event.old or data, event.old, raw) if self._aside else None
         if set_aside is not None:
-            for place, name in enumerate(self._names):
+            for index, name in enumerate(self._names):
                 if name in data:
-                    set_aside[place] = self._value(name, data[name], raw)
-            self._place(new_key, set_aside)
+                    set_aside[index] = self._value(name, data[name], raw)
+            self._insert_row(new_key, set_aside)
             return
         if moved and self._may_swap:
-            self._clear_place(new_key, event)
+            self._set_aside_row(new_key, event)
         names = tuple(name for name in self._names if name in data)
         if len(names) + len(event.unchanged) < len(self._names):
             raise CorruptData(f"a row of {self._display()} lacks columns")
@@ -268,46 +268,46 @@ class SqlRowWriter:
 
     # two rows for one key
 
-    def _place(self, key: list[Any], row: Row) -> None:
+    def _insert_row(self, key: list[Any], row: Row) -> None:
         if self._may_swap:
-            self._clear_place(key)
+            self._set_aside_row(key)
         try:
             self._engine.insert_many(self._insert, [row])
         except DuplicateKey:
             raise self._diverged("has a row that the source has just inserted") from None
 
-    def _clear_place(self, key: list[Any], move: Event | None = None) -> None:
-        """Set aside the row that has this key now, unless it is the one that is moved there."""
+    def _set_aside_row(self, key: list[Any], move: Event | None = None) -> None:
+        """Set aside the row that has this key, unless `move` moves that row itself."""
         for found in self._engine.query(f"{self._select} WHERE {self._by_key}", key):
-            resident = self._spell(found)
-            if move is None or not self._is(resident, move.old or {}, move.raw):
-                # Under its own spelling: equal keys may be spelled differently, as 1.0 and 1.00.
-                own = tuple(resident[name] for name in self._key)
+            current = self._spell(found)
+            if move is None or not self._matches(current, move.old or {}, move.raw):
+                # Equal keys may have different texts (1.0, 1.00): this one is the row's own.
+                own = tuple(current[name] for name in self._key)
                 self._aside.setdefault(own, []).append(list(found))
                 self._engine.execute(self._delete, key)
 
     def _take_aside(
         self, identity: dict[str, Any], old: dict[str, Any] | None, raw: Sequence[str]
     ) -> list[Any] | None:
-        """The row set aside that a change means; None if it means the one in the table."""
+        """The row set aside that a change is about; None if it is about the row in the table."""
         if any(name not in identity for name in self._key):
             return None
         wanted = self._spell_wire(identity, raw)
         key = tuple(wanted[name] for name in self._key)
         rows = self._aside.get(key, [])
-        for place, row in enumerate(rows):
-            if old is None or self._is(self._spell(row), old, raw):
-                del rows[place]
+        for index, row in enumerate(rows):
+            if old is None or self._matches(self._spell(row), old, raw):
+                del rows[index]
                 if not rows:
                     del self._aside[key]
                 return row
         return None
 
-    def _is(self, row: dict[str, str | None], old: dict[str, Any], raw: Sequence[str]) -> bool:
+    def _matches(self, row: dict[str, str | None], old: dict[str, Any], raw: Sequence[str]) -> bool:
         return self._spell_wire(old, raw).items() <= row.items()
 
     def _spell(self, row: Row) -> dict[str, str | None]:
-        """What was read of a row, in canonical spelling."""
+        """The canonical texts of a row read from the table."""
         return {
             name: self._engine.canonical(spelling, stored)
             for (name, spelling), stored in zip(self._spellings, row, strict=True)
@@ -323,33 +323,37 @@ class SqlRowWriter:
     # values and statements
 
     def _encode_all(self, events: list[Event]) -> list[Row]:
-        if not self._fixes:
+        if not self._encodings:
             pick = self._pick
             try:
                 return [pick(event.data) for event in events]
             except KeyError as error:
                 raise self._incomplete(error) from error
-        return [self._encode(self._pick, self._fixes, event.data, event.raw) for event in events]
+        return [
+            self._encode(self._pick, self._encodings, event.data, event.raw) for event in events
+        ]
 
-    def _encode(self, pick: Pick, fixes: Fixes, data: dict[str, Any], raw: Sequence[str]) -> Row:
+    def _encode(
+        self, pick: Pick, encodings: Encodings, data: dict[str, Any], raw: Sequence[str]
+    ) -> Row:
         try:
             picked = pick(data)
         except KeyError as error:
             raise self._incomplete(error) from error
-        if not fixes:
+        if not encodings:
             return picked
         row = list(picked)
-        for place, name, encode in fixes:
-            value = row[place]
+        for index, name, encode in encodings:
+            value = row[index]
             if value is not None:
                 try:
-                    row[place] = encode(value, name in raw)
+                    row[index] = encode(value, name in raw)
                 except MISFITS as error:
-                    raise self._unfit(name) from error
+                    raise self._misfit(name) from error
         return row
 
     def _key_values(self, data: dict[str, Any], raw: Sequence[str]) -> list[Any]:
-        return list(self._encode(self._pick_key, self._key_fixes, data, raw))
+        return list(self._encode(self._pick_key, self._key_encodings, data, raw))
 
     def _value(self, name: str, value: Any, raw: Sequence[str]) -> Any:
         encode = self._encoders[name]
@@ -358,7 +362,7 @@ class SqlRowWriter:
         try:
             return encode(value, name in raw)
         except MISFITS as error:
-            raise self._unfit(name) from error
+            raise self._misfit(name) from error
 
     def _update_by_key(self, names: Sequence[str]) -> str:
         return f"UPDATE {self._table} SET {self._assign(names)} WHERE {self._by_key}"
@@ -380,8 +384,8 @@ class SqlRowWriter:
             "build it anew with --fresh"
         )
 
-    def _unfit(self, name: str) -> CorruptData:
-        return CorruptData(f"column {name!r} of {self._display()} holds something else")
+    def _misfit(self, name: str) -> CorruptData:
+        return CorruptData(f"column {name!r} of {self._display()} holds a value of another type")
 
     def _incomplete(self, error: KeyError) -> CorruptData:
         return CorruptData(f"a row of {self._display()} lacks column {error}")

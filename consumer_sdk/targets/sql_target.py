@@ -1,4 +1,4 @@
-"""What targets that speak SQL have in common: saved state, copies and row writers."""
+"""The common part of SQL targets: saved state, copies and row writers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SqlTarget(ABC):
     def __init__(self) -> None:
         self._writers: dict[tuple[Lane, TableName], SqlRowWriter] = {}
         self._has_state = False
-        """Whether the target has the tables of a mirror; the first commit makes them."""
+        """Whether the target has the state tables of a mirror; the first commit creates them."""
 
     @property
     @abstractmethod
@@ -56,7 +56,7 @@ class SqlTarget(ABC):
 
     @abstractmethod
     def _find_state(self) -> bool:
-        """Whether there are tables of a mirror."""
+        """Whether the state tables of a mirror exist."""
 
     @abstractmethod
     def _refuse_foreign(self, copy: MirrorCopy) -> None:
@@ -64,7 +64,7 @@ class SqlTarget(ABC):
 
     @abstractmethod
     def _create_table(self, copy: MirrorCopy) -> None:
-        """Make a copy's table."""
+        """Create the table of a copy."""
 
     @abstractmethod
     def _replace_live(self, copy: MirrorCopy) -> None:
@@ -102,7 +102,7 @@ class SqlTarget(ABC):
             self._refuse_foreign(copy)
 
     def save_position(self, position: MirrorPosition) -> None:
-        """Remember the position of its source in place of an earlier one."""
+        """Save the position of a source in place of an earlier one."""
         self._put(
             self.positions_table,
             _POSITION_COLUMNS,
@@ -118,7 +118,7 @@ class SqlTarget(ABC):
         )
 
     def save_copy(self, copy: MirrorCopy) -> None:
-        """Remember a copy in place of an earlier one of the same table and lane."""
+        """Save a copy in place of an earlier one of the same table and lane."""
         self._put(
             self.copies_table,
             _COPY_COLUMNS,
@@ -157,13 +157,13 @@ class SqlTarget(ABC):
         self._writers.pop((lane, name), None)
 
     def create(self, copy: MirrorCopy) -> None:
-        """Make an empty next copy in place of an earlier one, without remembering it."""
+        """Create an empty next copy in place of an earlier one, without saving it."""
         self._engine.execute(f"DROP TABLE IF EXISTS {self._physical(copy)}")
         self._writers.pop((copy.lane, copy.name), None)
         self._create_table(copy)
 
     def drop(self, copy: MirrorCopy) -> None:
-        """Remove a copy and forget it."""
+        """Drop a copy's table and its saved state."""
         self._engine.execute(f"DROP TABLE IF EXISTS {self._physical(copy)}")
         self._forget(copy.name, copy.lane)
 
@@ -177,11 +177,11 @@ class SqlTarget(ABC):
             ) from error
 
     def apply(self, copy: MirrorCopy, events: Sequence[Event]) -> None:
-        """Make row changes and truncates of one table, in order."""
+        """Apply row changes and truncates of one table, in order."""
         self._writer(copy).apply(events)
 
     def promote(self, copies: Sequence[MirrorCopy]) -> None:
-        """Replace live copies by next copies, and remember these as live."""
+        """Replace live copies by next copies, and save these as live."""
         for copy in copies:
             self._writer(copy).finish()
             self._replace_live(copy)

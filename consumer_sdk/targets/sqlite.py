@@ -42,7 +42,7 @@ else:
 
 
 class FileLock:
-    """An exclusive lock held from `acquire` to `release`; the file itself may stay."""
+    """An exclusive lock, held from `acquire` to `release`; its file may remain."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,11 +50,11 @@ class FileLock:
 
     @property
     def held(self) -> bool:
-        """Whether the lock is ours."""
+        """Whether this object holds the lock."""
         return self._descriptor is not None
 
     def acquire(self) -> bool:
-        """Take the lock; False if another process, or another lock of this one, has it."""
+        """Take the lock; False if another process, or another lock of this process, holds it."""
         while True:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -65,7 +65,7 @@ class FileLock:
             if self._is_file(descriptor):
                 self._descriptor = descriptor
                 return True
-            # The last holder removed the file meanwhile; a lock on a removed file is worth nothing.
+            # The last holder removed the file in the meantime; a lock on that file excludes nobody.
             os.close(descriptor)
 
     def release(self, *, remove: bool = False) -> None:
@@ -73,7 +73,7 @@ class FileLock:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        if sys.platform == "win32":  # where an open file cannot be removed
+        if sys.platform == "win32":  # Windows cannot remove an open file
             os.close(descriptor)
         if remove:
             with suppress(OSError):
@@ -89,7 +89,7 @@ class FileLock:
 
 
 BUSY_SECONDS = 30.0
-# The declared type decides how SQLite stores a value; the type of all others is TEXT.
+# The declared type decides how SQLite stores a value; all other types are TEXT.
 _TYPES = {"bool": "INTEGER", "int": "INTEGER", "float": "REAL", "bytea": "BLOB"}
 # By the primary result code, https://www.sqlite.org/rescode.html
 _REMEDIES = {
@@ -177,12 +177,12 @@ class SqliteEngine:
 
 
 def quote(name: str) -> str:
-    """A name as part of a statement."""
+    """A quoted name for a statement."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def table_name(schema: str, table: str) -> str:
-    """What a table is called in the file."""
+    """The name of a table in the file."""
     if schema == "public" and "." not in table:
         return table
     return f"{schema}.{table}"
@@ -256,8 +256,8 @@ class SqliteTarget(SqlTarget):
         """Set WAL mode, which the file keeps, and the settings of this connection."""
         mode = self._engine.query("PRAGMA journal_mode = WAL")[0][0]
         if mode != "wal":
-            raise TargetError(f"SQLite file {self.path} does not go into WAL mode; move it to disk")
-        # Position and rows are in one file: a commit lost in a power cut is applied again.
+            raise TargetError(f"SQLite file {self.path} cannot use WAL mode; move it to a disk")
+        # Position and rows are in one file, so a commit lost in a power cut is applied again.
         for setting in (
             "synchronous = NORMAL",
             "cache_size = -65536",
@@ -302,7 +302,7 @@ class SqliteTarget(SqlTarget):
     def rollback(self) -> None:
         self._forget_writers()
         assert self._connection is not None
-        # SQLite itself has rolled back after a full disk.
+        # After a full disk, SQLite has rolled back already.
         if self._connection.in_transaction:
             self._engine.execute("ROLLBACK")
 
@@ -343,7 +343,7 @@ class SqliteTarget(SqlTarget):
             self._index_columns(copy)
 
     def _index_columns(self, copy: MirrorCopy) -> None:
-        """Index some columns of a table without a key, where rows are found by their values."""
+        """Index some columns of a table without a key, whose rows are found by their values."""
         small = [c.name for c in copy.schema.columns if c.family not in _LARGE]
         if small and copy.schema.replica_identity == "full":
             listed = ", ".join(map(quote, small[:_INDEXED_COLUMNS]))
@@ -360,7 +360,7 @@ class SqliteTarget(SqlTarget):
         )
 
     def require_room(self, copies: Sequence[MirrorCopy]) -> None:
-        """Refuse also two tables whose names in the file differ only in case, or not at all."""
+        """Also raise TargetError if the names of two tables in the file differ at most in case."""
         super().require_room(copies)
         names: dict[bytes, TableName] = {}
         for table in [*(copy.name for copy in self.read_state().copies), *(c.name for c in copies)]:
@@ -369,9 +369,9 @@ class SqliteTarget(SqlTarget):
             other = names.setdefault(name.encode().lower(), table)
             if other != table:
                 raise TargetError(
-                    f"SQLite file {self.path} has no room for both {format_table_name(*other)} and "
-                    f"{format_table_name(*table)}, which would be called {name!r} there, whatever "
-                    "the case; mirror one of them into another file"
+                    f"SQLite file {self.path} cannot hold both {format_table_name(*other)} and "
+                    f"{format_table_name(*table)}: both would be called {name!r}, and SQLite "
+                    "ignores case; mirror one of them into another file"
                 )
 
     def _refuse_foreign(self, copy: MirrorCopy) -> None:
@@ -398,7 +398,7 @@ class SqliteTarget(SqlTarget):
         self._engine.execute(f"DROP TABLE IF EXISTS {quote(live)}")
         self._engine.execute(f"ALTER TABLE {self._physical(copy)} RENAME TO {quote(live)}")
         for _, statement in indexes:
-            # Readers' own indexes are made again, unless their column was dropped.
+            # Indexes that readers created are created again, unless their column was dropped.
             with suppress(TargetError, DuplicateKey):
                 self._engine.execute(statement)
 
@@ -408,7 +408,7 @@ def _definition(column: Column) -> str:
 
 
 def read_sqlite_state(path: Path, connection: sqlite3.Connection) -> TargetState:
-    """What a mirror remembers, as a reader's connection sees it."""
+    """The saved state of a mirror, read over a reader's connection."""
     target = SqliteTarget(path)
     target._opened = SqliteEngine(path, connection)
     return target.read_state()

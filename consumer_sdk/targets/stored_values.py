@@ -1,6 +1,6 @@
-"""Values of the wire as a mirror stores them: PostgreSQL gets text, SQLite its own types.
+"""Converts values of the wire for storage: text for PostgreSQL, SQLite's own types for SQLite.
 
-An encoder takes a value and whether it is raw: the text of a JSON document.
+An encoder takes a value and whether it is raw, which means the text of a JSON document.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BARE_ELEMENT: Final = re.compile(r'[^\s{}",\\]+\Z')
 
 
 def postgres_encoder(column: Column) -> Encode | None:
-    """What turns a value into PostgreSQL's text; None where it is that already."""
+    """Converts values of a column to PostgreSQL's text; None if they need no conversion."""
     if column.family == "array":
         return _postgres_array(column.element_family)
     return _POSTGRES.get(column.family)
 
 
 def sqlite_encoder(column: Column) -> Encode | None:
-    """What turns a value into what SQLite stores; None where it is that already."""
+    """Converts values of a column to what SQLite stores; None if they need no conversion."""
     return _SQLITE.get(column.family)
 
 
@@ -82,7 +82,7 @@ def _postgres_array(family: str | None) -> Callable[[Any, bool], str]:
         if isinstance(value, list):
             return "{" + ",".join(literal(item, raw) for item in value) + "}"
         text = str(value) if element is None else element(value, raw)
-        # PostgreSQL quotes the same elements, so that equal arrays have equal text.
+        # Quote the same elements as PostgreSQL does, so that equal arrays have equal texts.
         if _BARE_ELEMENT.match(text) and text.upper() != "NULL":
             return text
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

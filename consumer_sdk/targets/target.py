@@ -1,10 +1,10 @@
-"""What a mirror writes to: the `Target` protocol and the state it keeps there.
+"""What a mirror writes to: the `Target` protocol, and the state that the mirror saves there.
 
 A target holds at most two copies of a table. Readers see the live copy. The next copy is built
-beside it, unseen, and replaces it when it has caught up. Both belong to the target's transactions:
-whatever is done between `begin` and `commit` shows at once or not at all.
+beside it, invisible to readers, and replaces it when it has caught up. Everything done between
+`begin` and `commit` becomes visible at once or not at all.
 
-To write a target of your own, start from `memory.py`; tests/target_suite.py says what it must do.
+To write a target of your own, start from `memory.py`; tests/target_suite.py tests what it must do.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Lane(StrEnum):
 
 
 class CopyState(StrEnum):
-    """How far a copy of a table is; `MirrorCopy.become` allows what `TRANSITIONS` lists."""
+    """The state of a copy; `MirrorCopy.become` allows the transitions in `TRANSITIONS`."""
 
     PLANNED = "planned"
-    """A next copy that is to be loaded; it may have no table yet."""
+    """A next copy that must be loaded; it may have no table yet."""
     LOADING = "loading"
     """A next copy that holds part of a snapshot."""
     CATCHING_UP = "catching up"
-    """A next copy that holds a whole snapshot and follows the log, unseen."""
+    """A next copy that holds a whole snapshot and follows the log; readers do not see it."""
     LIVE = "live"
     """Readers see it, and it follows the log."""
     RETIRED = "retired"
-    """Readers see it. Its source publishes the table no longer, and its rows stay as they are."""
+    """Readers see it. Its source no longer publishes the table, and its rows do not change."""
 
     @property
     def lane(self) -> Lane:
@@ -59,17 +59,17 @@ TRANSITIONS: Final[Mapping[CopyState, frozenset[CopyState]]] = {
     CopyState.LIVE: frozenset({CopyState.RETIRED}),
     CopyState.RETIRED: frozenset(),
 }
-"""What a copy may become. It ends where another takes its place: a new plan in the lane of next
-copies, a promoted copy in the lane of live ones."""
+"""The states that may follow each state. A copy ends when another replaces it: a next copy when a
+new one is planned, a live copy when a next one is promoted."""
 
 
 class InvalidTransition(Exception):
-    """A copy was to become what its state does not allow: an error in the mirror."""
+    """The state of a copy does not allow the new state: an error in the mirror."""
 
 
 @dataclass(frozen=True, slots=True)
 class MirrorPosition:
-    """Up to where the live copies of one source's tables are complete.
+    """How far the live copies of one source's tables are complete.
 
     Every transaction of the epoch with a commit LSN up to `commit_lsn` is applied, and everything
     stored in the stream created at `stream_created` up to `stream_seq` has been read.
@@ -90,7 +90,7 @@ class MirrorCopy:
     A copy that catches up holds the snapshot taken at `snapshot_lsn` of `epoch` and every
     transaction from there up to `applied_lsn`; the stream has been read for it up to `stream_seq`.
     Before that, `epoch` and `snapshot_lsn` name the oldest snapshot that may be loaded, and the
-    rest means nothing.
+    other fields have no meaning.
     """
 
     schema: TableSchema
@@ -102,7 +102,7 @@ class MirrorCopy:
     stream_seq: int = 0
     stream_created: int = 0
     relation_id: int = 0
-    """The table's OID in the source, 0 before the first change; a new table has a new one."""
+    """The table's OID in the source, 0 if not known yet; a table created again has another OID."""
 
     @property
     def name(self) -> TableName:
@@ -116,12 +116,12 @@ class MirrorCopy:
 
     @property
     def lane(self) -> Lane:
-        """Whether readers see it, or it is being built."""
+        """LIVE if readers see it, NEXT while it is built."""
         return self.state.lane
 
     @property
     def retired(self) -> bool:
-        """Whether it keeps its rows, but follows its source no longer."""
+        """Whether it keeps its rows but no longer follows its source."""
         return self.state is CopyState.RETIRED
 
     @property
@@ -130,19 +130,19 @@ class MirrorCopy:
         return self.state not in (CopyState.PLANNED, CopyState.LOADING)
 
     def become(self, state: CopyState) -> MirrorCopy:
-        """The copy in another state; raises InvalidTransition unless `TRANSITIONS` allows it."""
+        """The copy in another state; InvalidTransition unless `TRANSITIONS` allows it."""
         if state not in TRANSITIONS[self.state]:
             raise InvalidTransition(f"a copy that is {self.state} cannot become {state}")
         return replace(self, state=state)
 
     def plan_again(self, snapshot_lsn: int = 0) -> MirrorCopy:
-        """The plan of a new copy of the table, from a snapshot taken at `snapshot_lsn` or later."""
+        """A planned new copy of the table, from a snapshot taken at `snapshot_lsn` or later."""
         return MirrorCopy(self.schema, epoch=self.epoch, snapshot_lsn=snapshot_lsn)
 
 
 @dataclass(slots=True)
 class TargetState:
-    """What a target remembers."""
+    """The state saved in a target."""
 
     positions: dict[str, MirrorPosition] = field(default_factory=dict)
     copies: list[MirrorCopy] = field(default_factory=list)
@@ -153,7 +153,7 @@ class TargetState:
 
 
 class SnapshotRow(NamedTuple):
-    """A row of a snapshot; `raw` names json columns that are PostgreSQL's text."""
+    """A row of a snapshot; `raw` names JSON columns that hold the document as text."""
 
     data: dict[str, Any]
     raw: Sequence[str]
@@ -162,21 +162,22 @@ class SnapshotRow(NamedTuple):
 class Target(Protocol):
     """A place to mirror tables into.
 
-    All calls but `interrupt` come from one thread, one after another. `apply`, `load`, `alter`,
-    `create`, `drop`, `promote`, `save_position`, `save_copy` come between `begin` and `commit` or
-    `rollback`. After a crash the target is as of the last `commit`. What fails raises TargetError.
+    One thread makes all calls but `interrupt`. `apply`, `load`, `alter`, `create`, `drop`,
+    `promote`, `save_position` and `save_copy` are called between `begin` and `commit` or
+    `rollback`. After a crash the target holds the state of the last `commit`. A call that fails
+    raises TargetError.
     """
 
     def open(self) -> None:
-        """Get ready; refuse if another mirror already writes here. Nothing is changed yet."""
+        """Open the target without changing it; TargetError if another mirror is writing to it."""
         ...
 
     def close(self) -> None:
-        """Give up what is not committed, and let another mirror in."""
+        """Roll back what is not committed, and let other mirrors open the target."""
         ...
 
     def interrupt(self) -> None:
-        """Make a call that waits, as for a lock, fail; may come from another thread at any time."""
+        """Make a call fail that waits, for example for a lock; any thread may call this."""
         ...
 
     def read_state(self) -> TargetState:
@@ -194,19 +195,19 @@ class Target(Protocol):
     def rollback(self) -> None: ...
 
     def save_position(self, position: MirrorPosition) -> None:
-        """Remember the position of its source in place of an earlier one."""
+        """Save the position of a source in place of an earlier one."""
         ...
 
     def save_copy(self, copy: MirrorCopy) -> None:
-        """Remember a copy in place of an earlier one of the same table and lane."""
+        """Save a copy in place of an earlier one of the same table and lane."""
         ...
 
     def create(self, copy: MirrorCopy) -> None:
-        """Make an empty next copy in place of an earlier one, without remembering it."""
+        """Create an empty next copy in place of an earlier one, without saving it."""
         ...
 
     def drop(self, copy: MirrorCopy) -> None:
-        """Remove a copy and forget it."""
+        """Drop a copy's table and its saved state."""
         ...
 
     def load(self, copy: MirrorCopy, rows: Sequence[SnapshotRow]) -> None:
@@ -214,22 +215,22 @@ class Target(Protocol):
         ...
 
     def apply(self, copy: MirrorCopy, events: Sequence[Event]) -> None:
-        """Make row changes and truncates of one table, in order.
+        """Apply row changes and truncates of one table, in order.
 
-        An UPDATE sets only the columns in `data`. A change that finds no row, or more than it
-        should, raises TargetError.
+        An UPDATE sets only the columns in `data`. A change that finds no row, or too many rows,
+        raises TargetError.
         """
         ...
 
     def alter(self, copy: MirrorCopy, schema: TableSchema) -> None:
-        """Give a copy another structure, rows kept: added columns are null, dropped ones gone.
+        """Change the structure of a copy and keep its rows; added columns are null.
 
-        Raises CannotAlter where that is not possible; the copy is then built anew.
+        Raises CannotAlter if that is not possible; the mirror then builds a new copy.
         """
         ...
 
     def promote(self, copies: Sequence[MirrorCopy]) -> None:
-        """Replace live copies by next copies, all together, and remember these as live."""
+        """Replace live copies by next copies, all at once, and save these as live."""
         ...
 
 

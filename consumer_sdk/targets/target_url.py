@@ -1,4 +1,4 @@
-"""Targets by their address."""
+"""Opens the target that an address names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXPECTED = "expected sqlite:///file.db, sqlite:////absolute/file.db or postgres
 
 
 def open_target(url: str) -> Target:
-    """The target that an address names; nothing is opened before the mirror runs."""
+    """The target that an address names; a connection is made only when the mirror runs."""
     kind, path = split_url(url)
     if kind == "sqlite":
         from consumer_sdk.targets.sqlite import SqliteTarget
@@ -27,7 +27,7 @@ def open_target(url: str) -> Target:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """("sqlite", path) or ("postgresql", url); UsageError never shows the address itself."""
+    """("sqlite", path) or ("postgresql", url); an error never shows the address."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -45,7 +45,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def display_url(url: str) -> str:
-    """An address without user and password, fit for a log line."""
+    """An address without user and password, for log lines."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}"

@@ -161,7 +161,7 @@ class NatsConnection(NatsClient):
             raise NotAvailable(f"NATS does not answer: {self.explain(error)}") from error
 
     async def discard_consumer(self, stream: str, name: str) -> None:
-        """Delete a consumer without waiting for the answer; if this fails, the server does it later."""
+        """Delete a consumer without waiting; if this fails, the server deletes it later."""
         if self.is_connected:
             with suppress(nats.errors.Error, OSError):
                 await self.publish(f"$JS.API.CONSUMER.DELETE.{stream}.{name}")

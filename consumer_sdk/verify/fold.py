@@ -1,4 +1,4 @@
-"""Changes between two positions, applied to the rows that they touch, on disk."""
+"""Applies the changes between two positions to the rows that they touch, on disk."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Fold:
-    """The changes of one table: first spooled, then applied to the rows that they touch.
+    """The changes of one table: first stored, then applied to the rows that they touch.
 
-    Without a key, rows are counted instead: every change takes one row away or adds one.
+    In a table without a key, rows are counted instead: a change removes one row, adds one, or both.
     """
 
     def __init__(self, layout: TableLayout, directory: Path) -> None:
@@ -51,7 +51,7 @@ class Fold:
         self._db.close()
 
     def spool(self, event: Event) -> None:
-        """Keep a change for later."""
+        """Store a change for `apply` or `count_changes`."""
         if event.operation == "TRUNCATE":
             self.truncated = True
             for table in ("changes", "touched"):
@@ -73,7 +73,7 @@ class Fold:
         if not self._layout.key:
             self._require_whole(before)
             self._require_whole(None if new is None else {**(before or {}), **new})
-        # An unchanged key may be missing from the new row.
+        # The new row may lack an unchanged key.
         keys = [
             (self._key({**(before or {}), **row}),)
             for row in (before, new)
@@ -89,25 +89,25 @@ class Fold:
                 raise KeyError(name)
 
     def touched(self, keys: Sequence[str]) -> set[str]:
-        """Those of the keys that some change has touched."""
+        """The keys among these that a change has touched."""
         find = "SELECT 1 FROM touched WHERE key = ?"
         return {key for key in keys if self._db.execute(find, (key,)).fetchone()}
 
     def all_touched(self, size: int) -> Iterator[list[str]]:
-        """Every touched key, some at a time."""
+        """Every touched key, in lists of at most `size`."""
         cursor = self._db.execute("SELECT key FROM touched")
         while keys := cursor.fetchmany(size):
             yield [key for (key,) in keys]
 
     def add(self, row: Row) -> None:
-        """A row as it was before the changes, touched by some of them."""
+        """Add a row that changes have touched, as it was before them."""
         self._db.execute(
             "INSERT INTO rows (key, content) VALUES (?, ?)",
             (self._layout.key_of(row), json.dumps(row)),
         )
 
     def apply(self) -> None:
-        """Make the changes to the rows that were added; keys of rows not found are in `lost`."""
+        """Apply the changes to the added rows; `lost` collects the keys of missing rows."""
         for (change,) in self._db.execute("SELECT change FROM changes ORDER BY n"):
             before, new = json.loads(change)
             row: dict[str, Any] | None = dict.fromkeys(self._layout.names)
@@ -141,7 +141,7 @@ class Fold:
     # without a key
 
     def count(self, rows: Iterable[Row], by: int) -> None:
-        """Count rows up or down."""
+        """Add `by` to the counts of these rows."""
         self._db.executemany(
             "INSERT INTO counts VALUES (?, ?) "
             "ON CONFLICT (content) DO UPDATE SET n = n + excluded.n",
@@ -149,7 +149,7 @@ class Fold:
         )
 
     def count_changes(self, by: int) -> None:
-        """Count the changes: what they take away against `by`, what they add with it."""
+        """Add `by` for each row that a change adds, and -`by` for each row that it removes."""
         names = self._layout.names
         for (change,) in self._db.execute("SELECT change FROM changes ORDER BY n"):
             before, new = json.loads(change)
@@ -159,7 +159,7 @@ class Fold:
                 self.count([tuple({**(before or {}), **new}[name] for name in names)], by)
 
     def uneven(self) -> Iterator[tuple[str, int]]:
-        """Rows that one side has more often, and by how much."""
+        """Rows whose counts on the two sides differ, and by how much."""
         yield from self._db.execute("SELECT content, n FROM counts WHERE n <> 0")
 
     # spelling

@@ -1,4 +1,4 @@
-"""A state of the source whose place in the log is known."""
+"""A snapshot of the source at a known LSN."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class SourceSnapshot:
     ) -> SourceSnapshot:
         """Take the snapshot of a temporary slot, which PostgreSQL exports at a known LSN.
 
-        Waits up to `timeout` seconds for write transactions; `on_wait` is told what it waits for.
+        Waits up to `timeout` seconds for write transactions; `on_wait` is called with the reason.
         """
         connection = connect_postgres(dsn, "the source")
         try:
-            # So regclass and similar types print qualified names, as the bridge sends them.
+            # With it, regclass and similar types print qualified names, as the bridge sends them.
             connection.execute("SET search_path = ''")
             walsender = connect_postgres(
                 dsn, "the source (as a role with REPLICATION)", replication="database"
@@ -71,17 +71,17 @@ class SourceSnapshot:
         return cls(connection, parse_lsn(slot[1]), system[0], None)
 
     def require_same_database(self, progress: Mapping[str, Any]) -> None:
-        """Refuse a database other than the one that the source publishes."""
+        """Raise UsageError for a database other than the one that the source publishes."""
         (database,) = self._connection.execute("SELECT current_database()").fetchone() or ("",)
         if str(progress.get("system_id")) != self._system_id or progress["database"] != database:
             raise UsageError(
                 f"--source is not the database that source {progress['source']} publishes "
-                f"({progress['database']!r}); positions in it mean nothing there"
+                f"({progress['database']!r}); their positions cannot be compared"
             )
         self._publication = progress.get("publication")
 
     def side(self, layout: TableLayout) -> PostgresSide:
-        """One of its tables, as far as it is published."""
+        """One of its tables, limited to the published rows."""
         schema = layout.schema
         table = format_table_name(schema.schema, schema.table)
         rows = self._connection.execute(
@@ -94,7 +94,7 @@ class SourceSnapshot:
             raise NotAvailable(f"the source has no table {table} any more")
         missing = set(layout.names) - self._columns(layout)
         if missing:
-            raise NotAvailable(f"{table} changed its structure meanwhile; run it again")
+            raise NotAvailable(f"{table} changed its structure in the meantime; run verify again")
         return PostgresSide(
             self._connection, layout, only=rows[0][0] == "r", condition=self._row_filter(layout)
         )
@@ -150,7 +150,7 @@ class _WaitTimers:
 
 
 def _command(connection: psycopg.Connection[Any], command: bytes, what: str) -> list[str]:
-    """Run a command of the replication protocol, which takes only simple queries; its first row."""
+    """The first row of a replication command, which must be sent as a simple query."""
     result = connection.pgconn.exec_(command)
     if result.status != ExecStatus.TUPLES_OK:
         reason = (result.error_message or b"").decode("utf-8", "replace").partition("\n")[0]

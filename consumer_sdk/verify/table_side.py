@@ -1,5 +1,5 @@
-"""The two sides of a comparison: a table of the source and one of a replica, each read as it was
-at one moment."""
+"""The two sides of a comparison: a table of the source and one of a replica, each read in one
+snapshot."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Row = tuple[str | None, ...]
 
 
 class TableLayout:
-    """The columns of a table and their spellings; UsageError if rows cannot be found by its key."""
+    """The columns of a table and their canonical texts; UsageError if its key cannot find rows."""
 
     def __init__(self, schema: TableSchema) -> None:
         self.schema = schema
@@ -56,7 +56,7 @@ class TableLayout:
                 )
 
     def key_of(self, row: Row) -> str:
-        """The key of a row as one text; the whole row where there is no key."""
+        """The key of a row as one text; the whole row if the table has no key."""
         return json.dumps([row[place] for place in self.key_places] if self.key else row)
 
 
@@ -64,7 +64,7 @@ class Side(Protocol):
     """A table that does not change while it is read."""
 
     def slices(self) -> Iterator[list[Row]]:
-        """All rows, canonically spelt, some at a time."""
+        """All rows as canonical texts, in lists."""
         ...
 
     def find(self, keys: Sequence[str]) -> dict[str, Row]:
@@ -100,7 +100,7 @@ class PostgresSide:
     def _types(self) -> list[str]:
         schema = self._layout.schema
         rows = self._connection.execute(
-            # Without a length, which a bare `character` or `bit` would have: 1.
+            # Modifier -1 gives a type without a length; a bare `character` or `bit` has length 1.
             "SELECT a.attname, format_type(a.atttypid, -1) FROM pg_catalog.pg_attribute a "
             "WHERE a.attrelid = to_regclass(%s) AND a.attnum > 0",
             (f"{quote(schema.schema)}.{quote(schema.table)}",),
@@ -186,7 +186,7 @@ class SqliteSide:
 
 
 class Replica:
-    """A target that is only read; state and tables are read in one transaction."""
+    """A target opened for reading; state and tables are read in one transaction."""
 
     def __init__(self, url: str) -> None:
         self._kind, self._path = split_url(url)
@@ -195,7 +195,7 @@ class Replica:
         self._postgres: psycopg.Connection[Any] | None = None
 
     def open(self) -> TargetState:
-        """Begin the transaction that everything is read in."""
+        """Begin the read transaction; returns the saved state."""
         if self._kind == "sqlite":
             return self._open_sqlite()
         return self._open_postgres()
@@ -221,7 +221,7 @@ class Replica:
             raise TargetError(f"replica {path} is a directory; name the SQLite file in it")
         if not path.is_file():
             raise TargetError(
-                f"there is no replica {path}; make one with cdc mirror, or correct it"
+                f"there is no replica {path}; create it with cdc mirror, or correct the path"
             )
         try:
             connection = sqlite3.connect(
@@ -241,7 +241,7 @@ class Replica:
 
 
 def require_conninfo(dsn: str) -> None:
-    """Raise UsageError if libpq cannot read the address of a database; never shows the address.
+    """Raise UsageError, which does not show the address, if libpq cannot read the address.
 
     An empty address is refused too: libpq would connect to its default database.
     """
@@ -257,7 +257,7 @@ def require_conninfo(dsn: str) -> None:
 
 
 def connect_postgres(dsn: str, name: str, **options: Any) -> psycopg.Connection[Any]:
-    """A session that prints values as the contract says."""
+    """A session that prints values in the format of the wire."""
     try:
         return psycopg.connect(
             dsn, autocommit=True, connect_timeout=CONNECT_SECONDS, options=SESSION, **options
@@ -269,7 +269,7 @@ def connect_postgres(dsn: str, name: str, **options: Any) -> psycopg.Connection[
 
 @contextmanager
 def reading_errors(table: str) -> Iterator[None]:
-    """Raise NotAvailable for every error of a database that is read."""
+    """Turn every error of a database into NotAvailable."""
     try:
         yield
     except (psycopg.Error, sqlite3.Error) as error:

@@ -1,8 +1,8 @@
-"""Compare source and replica row by row at one position, while both move on.
+"""Compares source and replica row by row at one position, while both continue to change.
 
 The source is read in an exported snapshot, which holds exactly the transactions below a known LSN.
-The replica is read in one transaction, which holds exactly those up to its stored position. The
-changes between the two are read from the log and folded into whichever side is behind.
+The replica is read in one transaction, which holds exactly those up to its saved position. The
+changes between the two are read from the log and applied to the side that is behind.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHANGES = frozenset({"INSERT", "UPDATE", "DELETE", "TRUNCATE"})
 
 @dataclass(slots=True)
 class TableReport:
-    """How one table compares; each list holds keys, as JSON texts of canonical values."""
+    """The result for one table; each list holds keys, as JSON lists of canonical texts."""
 
     table: TableName
     rows: int = 0
@@ -57,7 +57,7 @@ class TableReport:
         return self.differences == 0
 
     def note(self, kind: list[str], key: str) -> None:
-        """Count a difference, and keep its key unless there are too many."""
+        """Count a difference, and keep its key unless the list is full."""
         self.differences += 1
         if len(kind) < KEPT_DIFFERENCES:
             kind.append(key)
@@ -75,7 +75,7 @@ async def verify(
     """Compare tables of the source (a DSN) with a replica (an address); see the module.
 
     Waits up to `timeout` seconds for write transactions of the source, and for the stream to reach
-    the snapshot. NotAvailable if it does not, GapError if the log has been trimmed too far.
+    the snapshot, then raises NotAvailable. GapError if needed changes have been trimmed.
     """
     names = [resolve_table(table) for table in tables]
     for name in names:
@@ -108,7 +108,7 @@ def _live(state: TargetState, name: TableName, replica: str) -> tuple[MirrorCopy
 
 
 class _Comparison:
-    """One table, with one fixed state on each side."""
+    """The comparison of one table, whose rows are fixed on both sides."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class _Comparison:
         await asyncio.to_thread(self._snapshot.require_same_database, progress.document)
 
     async def _spool(self, fold: Fold, timeout: float) -> int:
-        """Collect the changes that only the side ahead has."""
+        """Store the changes that only the side ahead holds; returns how many."""
         position, snapshot_lsn = self._position, self._snapshot.lsn
         if self._replica_is_ahead:
             first, end = self._log_end, position.stream_seq + 1
@@ -187,7 +187,7 @@ class _Comparison:
                         continue
                     if event.schema_version != self._copy.schema.schema_version:
                         raise NotAvailable(
-                            f"{self._table} changed its structure meanwhile; run it again"
+                            f"{self._table} changed its structure in the meantime; run verify again"
                         )
                     fold.spool(event)
                     folded += 1
@@ -206,7 +206,7 @@ class _Comparison:
             if time.monotonic() > deadline:
                 raise NotAvailable(
                     f"the stream has reached {format_lsn(newest)} of source {self._copy.source}, "
-                    f"the snapshot stands at {format_lsn(wanted)}; is the bridge running?"
+                    f"the snapshot is at {format_lsn(wanted)}; is the bridge running?"
                 )
             await asyncio.sleep(POLL_SECONDS)
 
@@ -221,7 +221,7 @@ class _Comparison:
 
     def _compare_by_key(self, behind: Side, ahead: Side, fold: Fold, report: TableReport) -> None:
         layout = self._layout
-        # Rows found only on the side behind are missing from the replica if it is ahead.
+        # If the replica is ahead, it lacks the rows found only on the side behind.
         only_behind, only_ahead = (
             (report.missing, report.extra)
             if self._replica_is_ahead

@@ -198,7 +198,7 @@ def test_sqlite_keeps_tables_apart_that_would_have_one_name(
     writer = Writer(target)
     writer.open()
     planned = [MirrorCopy(schema) for schema in schemas]
-    with pytest.raises(TargetError, match=r"SQLite file .*(no room for both|already has)"):
+    with pytest.raises(TargetError, match=r"SQLite file .*(cannot hold both|already has)"):
         writer.plan(planned if together else planned[1:])
     # Case is a matter of ASCII there.
     writer.plan([MirrorCopy(table_schema(name)) for name in ("é", "É")])

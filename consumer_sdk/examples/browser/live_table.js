@@ -3,14 +3,14 @@
 const decoder = new TextDecoder();
 const fromJson = (bytes) => JSON.parse(decoder.decode(bytes));
 const fromBase64 = (text) => fromJson(Uint8Array.from(atob(text), (char) => char.charCodeAt(0)));
-// Integers beyond 2^53 travel as text.
+// JSON carries integers beyond 2^53 as text.
 const lsn = (value) => BigInt(value);
 
 export class LiveTable {
   rows = new Map();
   columns = [];
 
-  // `table` is the table as it stands in subjects: users, sales.orders, Odd=20Table.
+  // `table` is the table as written in subjects: users, sales.orders, Odd=20Table.
   constructor(nats, table, prefix = "") {
     this.nats = nats;
     this.table = table;
@@ -53,7 +53,7 @@ export class LiveTable {
       if (meta?.snapshot_id === answer.snapshot_id) return meta;
       await new Promise((resolve) => setTimeout(resolve, 100));
     }
-    throw new Error("the snapshot does not come");
+    throw new Error("the snapshot did not complete in time");
   }
 
   async #follow(meta, changed) {

@@ -1,4 +1,4 @@
-// A small NATS client over WebSocket: connect, subscribe, publish, request. Nothing else is needed.
+// A small NATS client over WebSocket: connect, subscribe, publish, request.
 // https://docs.nats.io/reference/reference-protocols/nats-protocol
 
 const encoder = new TextEncoder();
@@ -59,7 +59,7 @@ export class NatsSocket {
     this.#send(`PUB ${subject} ${reply ? reply + " " : ""}${size}\r\n${text}\r\n`);
   }
 
-  // One answer to one question; rejects if nobody listens or nobody answers in time.
+  // Sends a request and returns the answer; rejects if there is no answer in time.
   request(subject, text = "", timeout = 5000) {
     const token = String(this.#nextReply++);
     return new Promise((resolve, reject) => {
@@ -115,7 +115,7 @@ export class NatsSocket {
       return size + total + 2;
     }
     if (word === "INFO") {
-      // Later ones only tell of changes in the cluster.
+      // Later INFO messages only report changes in the cluster.
       if (!this.#introduced) this.#introduce();
     } else if (word === "PING") this.#send("PONG\r\n");
     else if (word === "PONG") {
@@ -139,7 +139,7 @@ export class NatsSocket {
   #answer(message) {
     const waiting = this.#waiting.get(message.subject.split(".").at(-1));
     if (!waiting) return;
-    if (message.headers.startsWith("NATS/1.0 503")) waiting.reject(new Error("nobody answers"));
+    if (message.headers.startsWith("NATS/1.0 503")) waiting.reject(new Error("no service answers this request"));
     else waiting.resolve(message.data);
   }
 
