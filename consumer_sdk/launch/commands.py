@@ -70,7 +70,7 @@ def _launch(name: str, module: str) -> NoReturn:
         except SystemExit as end:
             code = end.code
         except BrokenPipeError:
-            # The reader closed the pipe, which is not an error.
+            # The reader of standard output closed it; that is not an error.
             code = 0
         close_output()
     except OutputLost as lost:

@@ -55,7 +55,7 @@ def compare(old: TableSchema, new: TableSchema) -> Evolution:
         return Evolution(Effect.REBUILD, "a column was dropped and added again")
     added = [column for column in new.columns if column.name not in before]
     if added and len(kept) < len(before):
-        # A renamed column cannot be told from these, and keeps its values.
+        # A rename looks like this in the schema, but keeps the values.
         return Evolution(Effect.REBUILD, "columns were added and dropped, or renamed")
     if added and (old.filenode is None or old.filenode != new.filenode):
         return Evolution(Effect.REBUILD, "a column was added and the table may be rewritten")

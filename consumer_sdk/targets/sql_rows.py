@@ -381,7 +381,7 @@ class SqlRowWriter:
     def _diverged(self, what: str) -> TargetError:
         return TargetError(
             f"the mirror of {self._display()} {what}; something else has written to it: "
-            "build it anew with --fresh"
+            "rebuild it with --fresh"
         )
 
     def _misfit(self, name: str) -> CorruptData:

@@ -190,7 +190,7 @@ def test_fresh_builds_everything_anew(
     wait_until(lambda: bridge.status()["cdc_events_published"] > published)
     mirror = mirror_process(*arguments)
     assert mirror.wait() == 3, mirror.describe()
-    assert "build it anew with --fresh" in mirror.log_text()
+    assert "rebuild it with --fresh" in mirror.log_text()
     mirror = mirror_process(*arguments, "--fresh")
     assert mirror.wait() == 0, mirror.describe()
     wait_equal(database.dsn, path, "users", timeout=1)

@@ -139,7 +139,7 @@ export class NatsSocket {
   #answer(message) {
     const waiting = this.#waiting.get(message.subject.split(".").at(-1));
     if (!waiting) return;
-    if (message.headers.startsWith("NATS/1.0 503")) waiting.reject(new Error("no service answers this request"));
+    if (message.headers.startsWith("NATS/1.0 503")) waiting.reject(new Error("no service answers"));
     else waiting.resolve(message.data);
   }
 
