@@ -160,7 +160,7 @@ class SnapshotRow(NamedTuple):
 
 
 class Target(Protocol):
-    """A place to mirror tables into.
+    """A database, or another store, into which tables are mirrored.
 
     One thread makes all calls but `interrupt`. `apply`, `load`, `alter`, `create`, `drop`,
     `promote`, `save_position` and `save_copy` are called between `begin` and `commit` or

@@ -158,4 +158,4 @@ def _command(connection: psycopg.Connection[Any], command: bytes, what: str) -> 
             f"the source cannot be {what}: {reason.removeprefix('ERROR:').strip()}; verify needs a "
             "role with REPLICATION and a free replication slot"
         )
-    return [(result.get_value(0, place) or b"").decode() for place in range(result.nfields)]
+    return [(result.get_value(0, index) or b"").decode() for index in range(result.nfields)]

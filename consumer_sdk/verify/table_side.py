@@ -44,7 +44,7 @@ class TableLayout:
         self.columns = schema.columns
         self.names = [column.name for column in schema.columns]
         self.key = key_columns(schema)
-        self.key_places = [self.names.index(name) for name in self.key]
+        self.key_indexes = [self.names.index(name) for name in self.key]
         self.spellings = [Spelling(column) for column in schema.columns]
         self.families = {column.name: column.family for column in schema.columns}
         for name in self.key:
@@ -57,7 +57,7 @@ class TableLayout:
 
     def key_of(self, row: Row) -> str:
         """The key of a row as one text; the whole row if the table has no key."""
-        return json.dumps([row[place] for place in self.key_places] if self.key else row)
+        return json.dumps([row[index] for index in self.key_indexes] if self.key else row)
 
 
 class Side(Protocol):
@@ -124,10 +124,10 @@ class PostgresSide:
         layout = self._layout
         values = list(zip(*map(json.loads, keys), strict=True))
         arrays = ", ".join(f"%s::{kind}[]" for kind in self._key_types)
-        names = ", ".join(f"k{place}" for place in range(len(values)))
+        names = ", ".join(f"k{index}" for index in range(len(values)))
         match = " AND ".join(
-            f"t.{quote(name).replace('%', '%%')} = w.k{place}"
-            for place, name in enumerate(layout.key)
+            f"t.{quote(name).replace('%', '%%')} = w.k{index}"
+            for index, name in enumerate(layout.key)
         )
         condition = f" AND {self._where.removeprefix(' WHERE ')}" if self._where else ""
         statement = (
