@@ -305,7 +305,7 @@ class Service:
             except (ApiError, Retryable):
                 continue
             # A missing stream does not come back by waiting: the next start decides.
-            if state is None or state.has_room:
+            if state is None or state.has_space:
                 return
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:

@@ -1,15 +1,17 @@
-"""Batches into the CDC stream: written at once, acknowledged as a whole, without holes.
+"""Publishes batches to the CDC stream in one of two ways.
 
-Both ways promise the same: what is stored of a batch is a prefix of it. The next batch is written
-only after the outcome of this one is known, so that no later message overtakes a refused one.
+Both ways guarantee that the stored messages of a batch are a prefix of it. The next batch is
+written only after the result of this one is known, so that no message overtakes a refused one.
 
-Fast ingest (server 2.14, stream with allow_batched): one batch in gap mode `fail`; the server ends
-it at the first message it refuses. The batch is named after the fence, so that whoever takes the
-fence next can end a batch that was left open: its messages after the first are not fenced.
+Fast ingest (nats-server 2.14, stream with allow_batched) sends a batch in gap mode `fail`: the
+server ends the batch at the first message that it refuses. Only the first message of a batch is
+fenced. The batch id is therefore derived from the fence, so that the bridge that takes the fence
+next can end a batch that was left open.
 
-Plain: each message expects the one before it to be the last of the stream, so a refusal refuses
-the rest; a message of another source in between only shortens the batch. What a stale writer still
-sends is refused too, except right behind the same message sent by us: then it is our next message.
+Plain publishing lets each message expect the message before it as the last one of the stream, so
+that after a refused message the rest is refused too. A message of another source in between only
+shortens the batch. Messages of a stale writer are refused as well, with one exception: the stream
+accepts one right after the same message that we have sent, and then it equals our next message.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ if TYPE_CHECKING:
     from bridge.jetstream.fence import Fence
     from bridge.jetstream.frames import Frame, FrameWriter
 
-    Following: TypeAlias = Callable[[], Sequence[OutgoingMessage] | None]
+    NextBatch: TypeAlias = Callable[[], Sequence[OutgoingMessage] | None]
 
 FIRST_ERROR_CODE = 10000
-"""JetStream's own errors begin here; below are states of the connection and of leaders."""
+"""JetStream's own error codes begin here; lower codes are states of connections and leaders."""
 WRONG_LAST_SEQUENCE = 10071
 WRONG_LAST_MSG_ID = 10070
 NO_SUCH_BATCH = (10208, 10205)
-"""The batch is unknown; the stream takes no batches any more."""
+"""The batch is unknown; the stream does not allow batches any more."""
 END_TIMEOUT_SECONDS = 5.0
 _BEYOND_ANY_BATCH = 1 << 30
 NO_ROOM = (10002, 10023, 10028, 10047, 10077, 10121, 10122)
@@ -51,24 +53,24 @@ NO_ROOM = (10002, 10023, 10028, 10047, 10077, 10121, 10122)
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the rest of a batch is not known to be stored."""
+    """Why the rest of a batch is refused, or not known to be stored."""
 
     code: int
     text: str
 
     @property
     def fenced(self) -> bool:
-        """Another bridge has taken over."""
+        """Whether another bridge has taken over."""
         return self.code == WRONG_LAST_SEQUENCE
 
     @property
     def interleaved(self) -> bool:
-        """Another source of the stream wrote in between; what is stored is known."""
+        """Whether another source wrote in between; the stored messages are known."""
         return self.code == WRONG_LAST_MSG_ID
 
     @property
     def full(self) -> bool:
-        """The stream or the account has no room."""
+        """Whether the stream or the account has reached a limit."""
         return self.code in NO_ROOM
 
 
@@ -82,36 +84,36 @@ class BatchResult:
 
 
 class BatchWriter(Protocol):
-    """One way of publishing."""
+    """One way of publishing batches."""
 
     mode: str
 
     async def send(
-        self, items: Sequence[OutgoingMessage], fence: Fence, following: Following | None = None
+        self, items: Sequence[OutgoingMessage], fence: Fence, next_batch: NextBatch | None = None
     ) -> BatchResult:
-        """Publish a batch under the fence; the result says what is stored.
+        """Publish a batch under the fence; the result says how many messages are stored.
 
-        `following` gives the next batch, if there is one, while this one is under way. It may be
-        written as soon as this one is stored; the caller must send it next.
+        `next_batch` is called while this batch is in flight and may return another one. That one
+        may be written as soon as this one is stored, and the caller must send it next.
         """
         ...
 
     def interrupt(self) -> None:
-        """Wait no longer for acknowledgements: the connection is lost."""
+        """Stop waiting for acknowledgements, because the connection is lost."""
         ...
 
     async def close(self) -> None: ...
 
 
 async def end_batch(client: Client, subject: str, batch_id: bytes) -> bool:
-    """End a fast-ingest batch that may have been left open; True if there was one.
+    """End a fast-ingest batch that may have been left open; True if it was open.
 
-    Whatever its writer still sends is refused from then on.
+    The server refuses all later messages of the batch.
     """
     inbox = client.new_inbox()
     subscription = await client.subscribe(f"{inbox}.>")
     try:
-        # Operation 3 ends without storing; a number out of order ends a batch of any length.
+        # Operation 3 ends a batch without storing; a number out of order ends any batch.
         reply = f"{inbox}.{batch_id.decode()}.2.fail.{_BEYOND_ANY_BATCH}.3.$FI"
         await client.publish(subject, b"", reply=reply)
         while True:
@@ -146,7 +148,7 @@ def _refusal(data: bytes, headers: dict[str, str] | None) -> Refusal | None:
 
 
 class _Replies:
-    """A wildcard inbox whose replies go to whoever runs a batch now."""
+    """A wildcard inbox that receives the replies of all batches, one batch after another."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -163,8 +165,8 @@ class _Replies:
         )
         await self._client.flush()
 
-    def forget(self) -> None:
-        """Drop what came too late for an earlier batch."""
+    def discard(self) -> None:
+        """Drop late replies to earlier batches."""
         while not self._sink.empty():
             self._sink.get_nowait()
 
@@ -197,10 +199,10 @@ class _Encoded:
 
 
 class FastIngestWriter:
-    """Fast-ingest batches: one acknowledgement for all, one batch under way at a time.
+    """Fast-ingest batches: one acknowledgement for each batch, one batch in flight at a time.
 
-    The next one is encoded meanwhile and written as soon as the acknowledgement is there, before
-    anything else is done, so that the server does not wait for us.
+    The next batch is encoded while this one is in flight, and written immediately after the
+    acknowledgement, so that the server does not wait for the bridge.
     """
 
     mode = "fast-ingest"
@@ -216,19 +218,19 @@ class FastIngestWriter:
         await self._replies.open()
 
     async def send(
-        self, items: Sequence[OutgoingMessage], fence: Fence, following: Following | None = None
+        self, items: Sequence[OutgoingMessage], fence: Fence, next_batch: NextBatch | None = None
     ) -> BatchResult:
         batch, self._next = self._next, None
         if batch is None or batch.items is not items or batch.fence_seq != fence.sequence:
-            self._replies.forget()
+            self._replies.discard()
             batch = self._encode(items, fence)
-        outcome = await self._send(batch, fence, following)
+        outcome = await self._send(batch, fence, next_batch)
         if outcome.refusal is not None:
             self._next = None
         return outcome
 
     async def _send(
-        self, batch: _Encoded, fence: Fence, following: Following | None
+        self, batch: _Encoded, fence: Fence, next_batch: NextBatch | None
     ) -> BatchResult:
         count, prefix = len(batch.items), batch.head.decode()
         refusal: Refusal | None = None
@@ -241,7 +243,7 @@ class FastIngestWriter:
                 else:
                     await self._writer.write(self._frames(batch.items, batch.head, fence.headers))
                 hold("after-publish-before-ack")
-                if following is not None and self._writer.direct and (items := following()):
+                if next_batch is not None and self._writer.direct and (items := next_batch()):
                     self._next = self._encode(items, fence)
                 while True:
                     message = await self._replies.next()
@@ -283,7 +285,7 @@ class FastIngestWriter:
             return BatchResult(0, 0, Refusal(0, "unreadable acknowledgement"))
 
     def _encode(self, items: Sequence[OutgoingMessage], fence: Fence) -> _Encoded:
-        """A batch as it is written: operation 0 begins it, 1 adds, 2 adds and ends."""
+        """Encode a batch for the wire: operation 0 begins it, 1 adds, 2 adds and ends."""
         self._number += 1
         count = len(items)
         head = b"%b.%x.%b.%d.fail." % (
@@ -301,7 +303,7 @@ class FastIngestWriter:
 
     @staticmethod
     def _frames(items: Sequence[OutgoingMessage], head: bytes, guard: bytes) -> list[Frame]:
-        """The same for the public API."""
+        """The frames of a batch, for writing through the public API of nats-py."""
         frames: list[Frame] = []
         count = len(items)
         for place, item in enumerate(items, start=1):
@@ -314,7 +316,7 @@ class FastIngestWriter:
         return frames
 
     def _write_next(self) -> None:
-        """Write the next batch before anything else is done, so that the server need not wait."""
+        """Write the next batch now, so that the server does not wait for the bridge."""
         if self._next is not None:
             self._next.is_written = self._writer.write_at_once(self._next.data)
 
@@ -326,7 +328,7 @@ class FastIngestWriter:
 
 
 class PlainWriter:
-    """Plain publishing with one acknowledgement each, chained by message id."""
+    """Plain publishing: one acknowledgement for each message; each names the id before it."""
 
     mode = "plain"
 
@@ -337,7 +339,7 @@ class PlainWriter:
         self._number = 0
         self._fence_seq = 0
         self._before = b""
-        """Id that the stream's last message should have; empty if another source wrote after it."""
+        """Expected id of the stream's last message; empty if another source wrote after it."""
 
     async def open(self) -> None:
         await self._replies.open()
@@ -346,7 +348,7 @@ class PlainWriter:
         self,
         items: Sequence[OutgoingMessage],
         fence: Fence,
-        following: Following | None = None,  # noqa: ARG002
+        next_batch: NextBatch | None = None,  # noqa: ARG002
     ) -> BatchResult:
         if self._fence_seq != fence.sequence:
             self._fence_seq = fence.sequence
@@ -360,7 +362,7 @@ class PlainWriter:
 
     async def _send(self, items: Sequence[OutgoingMessage], guard: bytes) -> BatchResult:
         self._number += 1
-        self._replies.forget()
+        self._replies.discard()
         head = b"%b.%x." % (self._replies.inbox, self._number)
         prefix = head.decode()
         frames: list[Frame] = []

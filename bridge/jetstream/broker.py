@@ -1,4 +1,4 @@
-"""What a session needs on the side of NATS: streams, buckets and the object store."""
+"""What a streaming session needs on NATS: streams, buckets and the object store."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 BUCKET_POLL_SECONDS = 5.0
 OLDEST_VERSION = (2, 11, 0)
-"""Since then a batch can name the newest sequence of another subject: that of the fence."""
+"""Since this version a message can expect the newest sequence of another subject: the fence's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """A connection to NATS, and everything there that a bridge writes to."""
+    """A connection to NATS, with the streams and buckets that a bridge writes to."""
 
     client: Client
     subjects: Subjects
@@ -46,7 +46,7 @@ class Broker:
     dictionaries: KeyValue
 
     async def watch_buckets(self) -> None:
-        """Raise Retryable when a bucket was deleted: the next session creates and fills it."""
+        """Raise Retryable when a bucket was deleted; the next session creates and fills it."""
         names = self.subjects
         while True:
             await stay_cancelled()
@@ -55,14 +55,14 @@ class Broker:
                 try:
                     found = await stream_state(self.client, f"KV_{name}")
                 except (ApiError, Retryable):
-                    # A NATS that is away is noticed by those who write to it.
+                    # The publisher handles the loss of NATS.
                     break
                 if found is None:
                     raise Retryable(f"bucket {name} has gone; it is created again")
 
 
 async def open_broker(client: Client, settings: Settings) -> Broker:
-    """Find streams and buckets, create those that are missing."""
+    """Open streams and buckets; create those that are missing."""
     subjects, replicas = settings.subjects, settings.replicas
     js = client.jetstream()
     version = server_version(client)
@@ -86,14 +86,14 @@ async def open_broker(client: Client, settings: Settings) -> Broker:
 
 
 async def _refuse_lost_stream(client: Client, settings: Settings) -> None:
-    """Stop before a stream is created where one has been that is gone."""
+    """Raise DataAtRiskError if the stream is missing although the source has used one before."""
     subjects = settings.subjects
     try:
         if await stream_state(client, subjects.cdc_stream) is not None:
             return
         bucket = await client.jetstream().key_value(subjects.bridge_bucket)
     except (ApiError, NotFoundError):
-        # Nothing was there before, or creating the stream will say what is wrong.
+        # Either no stream was used before, or creating it will report the error.
         return
     if settings.on_gap != "new-epoch" and await load_progress(bucket, settings.slot) is not None:
         raise DataAtRiskError(

@@ -1,4 +1,4 @@
-"""KV buckets and the object store: created when missing, never altered when there."""
+"""KV buckets and the object store: created if missing; existing ones are never altered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from bridge.config import Settings
 
 NEW_SECONDS: Final = 3600.0
-"""Objects outlive their messages by a day; one from before a longer stop would not."""
+"""An object is kept a day longer than its message. An older object is stored again, because it
+would expire before a new message that refers to it."""
 
 
 async def ensure_bucket(
@@ -42,7 +43,7 @@ async def ensure_bucket(
 
 
 async def ensure_objects(js: JetStreamContext, bucket: str, settings: Settings) -> ObjectStore:
-    """Find or create the object store, whose contents outlive both streams."""
+    """Find or create the object store, which keeps objects longer than both streams."""
     try:
         try:
             return await js.object_store(bucket)
@@ -60,13 +61,13 @@ async def ensure_objects(js: JetStreamContext, bucket: str, settings: Settings) 
 
 
 class ObjectWriter:
-    """Stores rows too wide for a message, each named by its message id; again changes nothing."""
+    """Stores rows too wide for a message, named by message id; storing one again is harmless."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
     async def put(self, name: str, content: bytes) -> None:
-        """Store the content unless exactly it is there already, and new enough to last."""
+        """Store the content, unless an equal object that is new enough exists already."""
         digest = hashlib.sha256(content).digest()
         try:
             info = await self._store.get_info(name)

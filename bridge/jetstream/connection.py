@@ -1,4 +1,4 @@
-"""The bridge's connection to NATS: made once, kept for ever."""
+"""The bridge's connection to NATS: opened once; it reconnects for ever."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def servers_of(settings: Settings) -> tuple[str, ...]:
 
 
 def connection_options(settings: Settings) -> ConnectionOptions:
-    """What a connection needs of the settings; SettingsError where an address cannot be one."""
+    """Connection options from the settings; SettingsError for an invalid address."""
     try:
         return ConnectionOptions(
             servers=servers_of(settings),
@@ -48,7 +48,7 @@ def connection_options(settings: Settings) -> ConnectionOptions:
 
 
 def options_of(settings: Settings) -> dict[str, Any]:
-    """Connection options of nats-py for these settings; SettingsError where they cannot work."""
+    """Connection options of nats-py from the settings; SettingsError if they cannot work."""
     try:
         options = connection_options(settings).for_nats()
     except BadOption as error:
@@ -57,13 +57,14 @@ def options_of(settings: Settings) -> dict[str, Any]:
         **options,
         "ping_interval": 5,
         "max_outstanding_pings": 2,
-        # No buffer that a reconnect would send late: what was not acknowledged is sent by us.
+        # No buffer: nats-py would send it late after a reconnect, and the bridge sends
+        # unacknowledged messages again itself.
         "pending_size": -1,
     }
 
 
 def _settings_error(settings: Settings, error: BadOption) -> SettingsError:
-    """The same, naming the flag, variable or key of the file that the option came from."""
+    """A SettingsError that names the flag, variable or file key of the option."""
     if error.option == "tls":
         return SettingsError(error.problem)
     if error.option == "servers":
@@ -72,14 +73,14 @@ def _settings_error(settings: Settings, error: BadOption) -> SettingsError:
 
 
 async def open_connection(**options: Any) -> NatsConnection:
-    """Connect with options of nats-py."""
+    """Connect with the given options of nats-py."""
     client = NatsConnection()
     await client.connect(**options)
     return client
 
 
 async def probe(settings: Settings) -> None:
-    """Try to connect once: BrokerError for what must be repaired, Retryable for what may pass."""
+    """Try to connect once: BrokerError if an operator must act, Retryable if waiting can help."""
     where = connection_options(settings).hosts
     seen: list[Exception] = []
 
@@ -107,7 +108,7 @@ async def probe(settings: Settings) -> None:
 
 
 def _causes(error: Exception, seen: list[Exception]) -> str:
-    """Why no server took the connection: nats-py tells that to its callback only."""
+    """Why no server accepted the connection: nats-py reports that only to its callback."""
     causes = seen if isinstance(error, nats.errors.NoServersError) and seen else [error]
     return "; ".join(dict.fromkeys(map(one_line, causes)))
 
@@ -119,7 +120,7 @@ async def connect(
     on_reconnect: Callable[[], None],
     on_error: Callable[[Exception], None],
 ) -> NatsConnection:
-    """Connect for good; reconnects for ever by itself."""
+    """Open the connection; it reconnects for ever by itself."""
 
     async def disconnected() -> None:
         on_disconnect()
@@ -139,6 +140,6 @@ async def connect(
 
 
 def server_version(client: Client) -> tuple[int, int, int]:
-    """Version of the connected server; zeros where it does not say."""
+    """Version of the connected server; zeros if it is unknown."""
     version = client.connected_server_version
     return (version.major, version.minor, version.patch)

@@ -1,7 +1,7 @@
-"""zstd dictionaries: trained per table from sampled rows, kept in KV, found by readers by id.
+"""zstd dictionaries: trained for each table from sampled rows, stored in KV, read by id.
 
-A dictionary is what a small message lacks, the text that came before. It pays for single events
-and small chunks; a full chunk is its own dictionary.
+zstd compresses text that resembles earlier text, and a small message has little earlier text: a
+dictionary supplies it. It helps for single events and small chunks, not for full chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FEWEST_SAMPLES: Final = 200
 
 
 def train(samples: Sequence[bytes], size: int = DICTIONARY_BYTES) -> bytes | None:
-    """A dictionary for messages like these; None where they are too few or too unlike."""
+    """A dictionary for messages like the samples; None if they are too few or too different."""
     if len(samples) < FEWEST_SAMPLES:
         return None
     try:
@@ -33,15 +33,15 @@ def train(samples: Sequence[bytes], size: int = DICTIONARY_BYTES) -> bytes | Non
 
 
 def dictionary_id(content: bytes) -> str:
-    """The id under which readers find a dictionary: its own checksum."""
+    """The id of a dictionary: a checksum of its content."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 class DictionaryStore:
     """The dictionaries of all tables, in the bucket `zstd_dicts`.
 
-    Under its id lies a dictionary's content; under `table.{token}.{format}` the id of the newest
-    one made for that table.
+    The key of a dictionary's content is its id. The key `table.{token}.{format}` holds the id of
+    the table's newest dictionary.
     """
 
     def __init__(self, bucket: KeyValue) -> None:

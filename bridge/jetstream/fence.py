@@ -1,6 +1,6 @@
-"""The fence: whoever wrote the newest message on `cdc.$fence.{source}` may publish.
+"""The fence: only the bridge that wrote the newest message on `cdc.$fence.{source}` may publish.
 
-Every batch names the sequence of its own fence, so the stream itself refuses a stale writer.
+Every batch names the sequence of its writer's fence, so the stream itself refuses a stale writer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Fenced(Exception):
 
 
 class PublishRefused(Exception):
-    """The stream did not take the message."""
+    """The stream refused the message."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
@@ -39,7 +39,7 @@ class PublishRefused(Exception):
 
 
 class _Written(NamedTuple):
-    """A stored fence: its sequence, who wrote it, and the fence that the writer held before."""
+    """A stored fence: its sequence, its writer, and the fence that the writer held before."""
 
     sequence: int
     instance: str
@@ -49,8 +49,8 @@ class _Written(NamedTuple):
 class Fence:
     """The right of this bridge to publish for one source.
 
-    `batched` says that stale writers may have left a fast-ingest batch open, which the fence alone
-    does not stop.
+    With `batched`, a stale writer may have left a fast-ingest batch open, which must be ended: the
+    fence does not stop an open batch.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Fence:
         self.msg_id = b""
         """Message id of our newest fence."""
         self.headers = b""
-        """Header lines that make a batch fail once somebody else holds the fence."""
+        """Header lines that make a batch fail once another bridge holds the fence."""
         self.batch_id = b""
-        """Name of the batches written under this fence."""
+        """Id of the batches written under this fence."""
 
     async def take(self) -> int:
-        """Take the fence over; only whoever holds the slot may call this."""
+        """Take the fence over; only the bridge that holds the slot may call this."""
         for _ in range(TAKE_ATTEMPTS):
             newest = await self._newest()
             try:
-                # Naming the fence before ours makes a replicated stream refuse whatever is
-                # held against it while ours is on its way.
+                # The fence before ours is expected, so that a replicated stream refuses messages
+                # that name it while ours is being replicated.
                 await self._publish(newest.sequence)
             except PublishRefused as error:
                 if error.code not in WRONG_LAST_SEQUENCE:
@@ -97,7 +97,7 @@ class Fence:
         raise Retryable("the fence is contended")
 
     async def renew(self) -> int:
-        """Write the fence again, so that what we have under way fails; Fenced if it is lost."""
+        """Write the fence again, so that our messages in flight fail; Fenced if it is lost."""
         held = self.sequence
         try:
             await self._publish(held)
@@ -107,7 +107,7 @@ class Fence:
             newest = await self._newest()
             if newest.sequence and newest.instance != self._instance:
                 raise Fenced(f"source {self._source} was taken over by another bridge") from error
-            # One of ours whose acknowledgement was lost, or none: retention or a purge took it.
+            # The newest fence is ours (its acknowledgement was lost), or it was purged or expired.
             await self._publish(newest.sequence)
         await self._end_batches(held)
         return self.sequence
@@ -115,7 +115,7 @@ class Fence:
     async def _end_batches(self, *fences: int) -> None:
         """End batches that an earlier holder may have left open.
 
-        What such a batch stored before its end is behind our fence: write a second one behind it.
+        Such a batch may have stored messages after our fence, so the fence is written again.
         """
         if not self._batched:
             return
@@ -183,5 +183,5 @@ class Fence:
 
 
 def _batch_id(fence_seq: int) -> bytes:
-    # Unique in the stream, and known to whoever reads the fence.
+    # Unique in the stream, and any bridge can derive it from the fence's sequence.
     return b"fence%x" % fence_seq

@@ -1,7 +1,8 @@
-"""Frames of the NATS protocol, many in one write.
+"""Writes many frames of the NATS protocol at once.
 
-The only module of the bridge that uses a private part of nats-py: its transport.
-`FrameWriter.create` tries that on the open connection, and uses the public API where it fails.
+This is the only module of the bridge that uses a private part of nats-py: its transport.
+`FrameWriter.create` tries the transport on the open connection; if that fails, the public API is
+used.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Frame = tuple[bytes, bytes, bytes, bytes]
 
 
 def encode_frames(frames: Sequence[Frame]) -> bytes:
-    """The frames as HPUB; 12 bytes are the status line and the closing line."""
+    """Encode frames as HPUB; the status line and the closing line take 12 bytes."""
     return b"".join(
         [
             b"HPUB %b %b %d %d\r\nNATS/1.0\r\n%b\r\n%b\r\n"
@@ -43,7 +44,7 @@ def encode_frames(frames: Sequence[Frame]) -> bytes:
 def encode_numbered(
     items: Iterable[OutgoingMessage], reply: bytes, tail: bytes, start: int
 ) -> bytes:
-    """Messages as HPUB, each with its number between the two parts of the reply subject."""
+    """Encode messages as HPUB, each with its number between the parts of the reply subject."""
     return b"".join(
         [
             b"HPUB %b %b%d%b %d %d\r\nNATS/1.0\r\nNats-Msg-Id: %b\r\n%b\r\n%b\r\n"
@@ -58,7 +59,7 @@ def encode_numbered(
 
 
 class FrameWriter:
-    """Writes frames to a connection; `direct` says whether whole chunks bypass nats-py's buffer."""
+    """Writes frames to a connection; with `direct`, they bypass nats-py's buffer."""
 
     def __init__(self, client: Client, *, direct: bool) -> None:
         self._client = client
@@ -66,7 +67,7 @@ class FrameWriter:
 
     @classmethod
     async def create(cls, client: Client) -> FrameWriter:
-        """Choose the way after a round trip over the direct one."""
+        """Write directly if a round trip over the transport succeeds."""
         writer = cls(client, direct=True)
         if not await writer._works():
             writer.direct = False
@@ -92,7 +93,7 @@ class FrameWriter:
         return message.data == b"payload" and message.headers == {"Try": "1"}
 
     async def write(self, frames: Sequence[Frame]) -> None:
-        """Hand all frames to the connection, in order; raises Retryable when it is down."""
+        """Write all frames to the connection, in order; Retryable if it is down."""
         if not self._client.is_connected:
             raise Retryable("NATS is not connected")
         try:
@@ -110,7 +111,7 @@ class FrameWriter:
             raise Retryable(f"writing to NATS failed: {error}") from error
 
     async def write_encoded(self, data: bytes) -> None:
-        """The same for what is encoded already; only where `direct`."""
+        """Write encoded frames to the connection; only with `direct`."""
         if not self._client.is_connected:
             raise Retryable("NATS is not connected")
         try:
@@ -119,7 +120,7 @@ class FrameWriter:
             raise Retryable(f"writing to NATS failed: {error}") from error
 
     def write_at_once(self, data: bytes) -> bool:
-        """The same without waiting, `drain` does that later; False while it is down."""
+        """Write encoded frames without waiting (see `drain`); False if the connection is down."""
         transport = self._client._transport
         if transport is None or not self._client.is_connected:
             return False
@@ -127,7 +128,7 @@ class FrameWriter:
         return True
 
     async def drain(self) -> None:
-        """Wait until the connection takes more."""
+        """Wait until the connection's write buffer has space."""
         await self.write_encoded(b"")
 
     async def _write(self, data: bytes) -> None:

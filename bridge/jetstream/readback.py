@@ -1,9 +1,11 @@
-"""Reads the record back from the stream: at every start and after every doubt.
+"""Reads a source's record from the stream: at every start, and when a publish result is unknown.
 
-The newest message of each subject is enough: the last one stored of a source is the newest on its
-subject. Where something else is the newest there, the tail of the stream is read, from where the
-KV bucket's progress record says what was stored. A read is valid only once it shows our own fence,
-since a replica may lag behind. Who only looks takes no fence: the newest message stands in for it.
+The newest message of each subject is enough, because the last stored message of a source is the
+newest on its subject. If the newest message of a subject is not the bridge's own, the tail of the
+stream is read, beginning at the sequence of the KV bucket's progress record.
+
+A replica may lag behind the leader, so a read is valid only if it contains our own fence.
+`bridge check` takes no fence; it reads until the message that was the newest when it began.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import nats.errors
 from nats.js.errors import APIError, InvalidKeyError, KeyNotFoundError
 
 from bridge.errors import DataAtRiskError, Retryable
-from bridge.jetstream.record import StreamRecord, is_held
+from bridge.jetstream.record import StreamRecord, is_recorded
 from bridge.jetstream.streams import api, stored_message
 from consumer_sdk.transport.api import ApiError, parse_headers
 from consumer_sdk.wire.envelope import decode_payload
@@ -42,7 +44,10 @@ PULL_TIMEOUT_SECONDS = 10.0
 
 
 class RecordReader:
-    """Reads the record of one source; `is_foreign` tells the tables of other sources."""
+    """Reads the record of one source.
+
+    `is_foreign` tells whether a table belongs to another source; its messages are skipped.
+    """
 
     def __init__(
         self,
@@ -60,14 +65,14 @@ class RecordReader:
         self._dictionaries: dict[str, bytes] = {}
 
     async def read(self, fence_seq: int, kept: Document | None) -> StreamRecord:
-        """The record as of our fence, behind which nothing but ours comes.
+        """Read the record up to our fence; after it, only this bridge writes for the source.
 
-        `kept` is a progress record that outlives the stream's contents, as the KV bucket has it.
+        `kept` is the progress record of the KV bucket, which the stream's retention never removes.
         """
         record = StreamRecord()
         newest = {"deliver_policy": "last_per_subject", "filter_subject": self._subjects.cdc_all}
         await self._read_until(fence_seq, record, newest)
-        if record.doubtful:
+        if record.needs_tail_scan:
             start = int(kept["stream_seq"]) + 1 if kept is not None else 1
             tail = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(start, 1)}
             await self._read_until(fence_seq, record, tail)
@@ -75,10 +80,10 @@ class RecordReader:
             record.note_progress(kept)
         return record
 
-    async def look(self, kept: Document | None) -> StreamRecord:
-        """The record as it stands, without a fence: a bridge may go on writing meanwhile.
+    async def read_unfenced(self, kept: Document | None) -> StreamRecord:
+        """Read the record without a fence, while a bridge may write; nothing is written here.
 
-        What was stored before this call is in it; nothing is written.
+        The record covers every message that was stored before this call.
         """
         record = StreamRecord()
         last_seq = await self._last_seq()
@@ -88,7 +93,7 @@ class RecordReader:
                 "filter_subject": self._subjects.cdc_all,
             }
             await self._read_until(last_seq, record, newest, whole=True)
-        if record.doubtful:
+        if record.needs_tail_scan:
             start = max(int(kept["stream_seq"]) + 1 if kept is not None else 1, 1)
             if start <= last_seq:
                 tail = {
@@ -102,12 +107,12 @@ class RecordReader:
         return record
 
     async def _last_seq(self) -> int:
-        """Sequence of the newest message the stream holds, 0 where it holds none."""
+        """Sequence of the newest message in the stream, 0 if it is empty."""
         newest = await self._stored({"last_by_subj": self._subjects.cdc_all})
         return 0 if newest is None else newest.stream_seq
 
     async def message_id_at(self, seq: int) -> str | None:
-        """Id of the message with this sequence; None where it is not kept any more."""
+        """Id of the message with this sequence; None if the stream no longer holds it."""
         message = await self._stored({"seq": seq})
         if message is None:
             return None
@@ -121,7 +126,7 @@ class RecordReader:
         record = StreamRecord()
         headers = parse_headers(message.headers) or {}
         await self._take(record, item.subject.decode(), headers, message.payload)
-        return not record.doubtful and is_held(item, record)
+        return not record.needs_tail_scan and is_recorded(item, record)
 
     async def _stored(self, request: Mapping[str, Any]) -> Frame | None:
         try:
@@ -132,10 +137,10 @@ class RecordReader:
     async def _read_until(
         self, last_seq: int, record: StreamRecord, config: Mapping[str, Any], *, whole: bool = False
     ) -> None:
-        """Read until `last_seq` is seen; with `whole`, also all else there was at the beginning.
+        """Read until `last_seq`; with `whole`, read all messages that exist at the beginning.
 
-        Behind a fence comes nothing of this source. Without one, a message of another source may
-        be the first beyond `last_seq`, and ours behind it.
+        After a fence there are no messages of this source, so reading may stop there. Without a
+        fence, a message of another source may reach `last_seq` before one of ours.
         """
         for _ in range(20):
             reached = False
@@ -184,10 +189,10 @@ class RecordReader:
                 record.note(document)
             record.newest_ids.add(msg_id.encode())
         except (WireError, KeyError, TypeError, ValueError, OverflowError):
-            record.doubtful = True
+            record.needs_tail_scan = True
 
     def _id_of(self, subject: str, document: Document) -> str:
-        """The id that a message with these contents has on a subject."""
+        """The id that the bridge gives to a message with these contents."""
         change = self._subjects.split_change(subject)
         number = "seq"
         if change is None:
@@ -208,7 +213,7 @@ class RecordReader:
                     raise KeyNotFoundError
                 entry = await self._bucket.get(name)
             except KeyNotFoundError as error:
-                if not _looks_ours(self._subjects, subject, headers):
+                if not _has_change_id(self._subjects, subject, headers):
                     raise missing from error
                 raise DataAtRiskError(
                     f"dictionary {name}, which the newest messages are compressed with, has gone "
@@ -283,7 +288,7 @@ class RecordReader:
                 except (TimeoutError, nats.errors.Error) as error:
                     raise Retryable(f"the record cannot be read: {error}") from error
                 if not message.reply:
-                    # A status of the server; what the stream holds comes with a reply subject.
+                    # A status of the server: messages of the stream have a reply subject.
                     raise Retryable("the record cannot be read: the server gave up")
                 tokens = message.reply.split(".")
                 pending = int(tokens[-1])
@@ -295,7 +300,7 @@ class RecordReader:
                     return
 
 
-def _looks_ours(subjects: Subjects, subject: str, headers: dict[str, str]) -> bool:
+def _has_change_id(subjects: Subjects, subject: str, headers: dict[str, str]) -> bool:
     """Whether a message that cannot be read has the id of a change on its subject."""
     try:
         found = parse_message_id(headers.get("Nats-Msg-Id", ""))

@@ -1,4 +1,4 @@
-"""What the stream itself records of a source: how far it has come."""
+"""The record of a source: the position that the messages in the stream prove to be stored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Document = dict[str, Any]
 
 @dataclass(slots=True)
 class StreamRecord:
-    """What was found of one source; positions are those of its newest epoch."""
+    """The record of one source; positions are those of its newest epoch."""
 
     epoch: int = 0
     progress: Document | None = None
@@ -31,13 +31,13 @@ class StreamRecord:
     ts: int = 0
     """Commit time of the newest transaction."""
     end_lsn: int = 0
-    """End of the newest transaction where a message with its end is there, else 0."""
+    """End of the newest transaction if the message with its end was found, else 0."""
     schemas: dict[str, Document] = field(default_factory=dict)
     """Last schema message of each table of this source."""
     newest_ids: set[bytes] = field(default_factory=set)
     """Ids of the newest messages of this source on their subjects."""
-    doubtful: bool = False
-    """A subject ends in something that is not ours: the tail must be scanned."""
+    needs_tail_scan: bool = False
+    """The newest message of a subject is not the bridge's own, so the tail must be read."""
 
     def note(self, document: Document) -> None:
         """Take one message of this source into account."""
@@ -54,7 +54,7 @@ class StreamRecord:
     def note_position(
         self, epoch: int, lsn: int, next_seq: int, next_ordinal: int, ts: int
     ) -> bool:
-        """Take a stored position into account; False where a newer transaction is known."""
+        """Take a stored position into account; False if a newer transaction is known."""
         if epoch < self.epoch or (epoch == self.epoch and lsn < self.commit_lsn):
             return False
         if (epoch, lsn) > (self.epoch, self.commit_lsn):
@@ -65,7 +65,7 @@ class StreamRecord:
         return True
 
     def note_progress(self, document: Document) -> None:
-        """Take a progress record into account, with the position that was stored by then."""
+        """Take a progress record into account, and the stored position that it contains."""
         held = self.progress
         order = (int(document["epoch"]), int(document["lsn"]))
         if held is None or order >= (held["epoch"], held["lsn"]):
@@ -86,24 +86,24 @@ class StreamRecord:
 
     @property
     def recorded_lsn(self) -> int:
-        """How far a slot may have been confirmed on the strength of what is stored."""
+        """The highest position that a bridge can have confirmed for the stored messages."""
         return max(self.end_lsn, self.proven_lsn)
 
     @property
     def progress_lsn(self) -> int:
-        """Where the newest progress record of this epoch stands, 0 without one."""
+        """Position of the newest progress record of this epoch, 0 without one."""
         if self.progress is not None and self.progress["epoch"] == self.epoch:
             return int(self.progress["lsn"])
         return 0
 
 
-def is_counted(item: OutgoingMessage) -> bool:
+def has_position(item: OutgoingMessage) -> bool:
     """Whether a message has a position: schema and progress messages have none."""
     return item.transaction is not None
 
 
-def is_held(item: OutgoingMessage, record: StreamRecord) -> bool:
-    """Whether a counted message is at or before the record's position."""
+def is_recorded(item: OutgoingMessage, record: StreamRecord) -> bool:
+    """Whether a message with a position is at or before the record's position."""
     assert item.transaction is not None
     commit_lsn = item.transaction.commit_lsn
     if commit_lsn != record.commit_lsn:
@@ -114,16 +114,16 @@ def is_held(item: OutgoingMessage, record: StreamRecord) -> bool:
 
 
 async def load_progress(bucket: KeyValue, source: str) -> Document | None:
-    """The newest record the KV bucket holds."""
+    """The source's progress record in the KV bucket, if there is one."""
     return (await read_progress(bucket, source))[1]
 
 
 async def read_progress(bucket: KeyValue, source: str) -> tuple[int, Document | None]:
-    """Revision and contents of the key; contents are None where they are not a record."""
+    """Revision and progress record of the key; None if it holds no progress record."""
     try:
         entry = await bucket.get(f"progress.{source}")
     except KeyNotFoundError as error:
-        # A deleted key still has a revision, which the next one must follow.
+        # A deleted key still has a revision, which the next update must name.
         return (error.entry.revision or 0) if error.entry is not None else 0, None
     value, revision = entry.value or b"", entry.revision or 0
     try:

@@ -1,4 +1,4 @@
-"""Streams: created with safe defaults when missing, never altered when there."""
+"""Streams: created with safe defaults if missing; existing ones are never altered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEAST_ROOM = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """What the bridge needs to know of a stream; `created_us` identifies its incarnation."""
+    """State of a stream; `created_us` differs after the stream was deleted and created again."""
 
     name: str
     created_us: int
@@ -44,8 +44,8 @@ class StreamState:
     held_messages: int = 0
 
     @property
-    def has_room(self) -> bool:
-        """False where the stream's own limits refuse more; an account's or a disk's do not show."""
+    def has_space(self) -> bool:
+        """False if the stream's own limits refuse more; account and disk limits are not visible."""
         if self.config.get("discard") != "new":
             return True
         most_bytes: int = self.config.get("max_bytes", -1)
@@ -58,7 +58,7 @@ class StreamState:
 async def api(
     client: Client, subject: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """One request to the JetStream API; Retryable where waiting can help, else ApiError."""
+    """Send one request to the JetStream API; Retryable if waiting can help, else ApiError."""
     try:
         return await call_api(client, subject, body)
     except nats.errors.NoRespondersError as error:
@@ -72,7 +72,7 @@ async def api(
 
 
 async def stored_message(client: Client, stream: str, request: Mapping[str, Any]) -> Frame | None:
-    """One message of a stream as its leader has it; None where there is none."""
+    """Read one message from a stream's leader; None if there is none."""
     try:
         return message_of(await api(client, f"STREAM.MSG.GET.{stream}", request))
     except ApiError as error:
@@ -82,7 +82,7 @@ async def stored_message(client: Client, stream: str, request: Mapping[str, Any]
 
 
 async def stream_state(client: Client, name: str) -> StreamState | None:
-    """State of a stream as its leader has it; None where there is no such stream."""
+    """Read a stream's state from its leader; None if there is no such stream."""
     try:
         answer = await api(client, f"STREAM.INFO.{name}")
     except ApiError as error:
@@ -108,7 +108,7 @@ def _state(answer: dict[str, Any]) -> StreamState:
 async def ensure_stream(
     client: Client, name: str, subjects: str, config: dict[str, Any]
 ) -> StreamState:
-    """Find the stream, or create it; an existing one must hold our subjects."""
+    """Find or create the stream; an existing one must store our subjects."""
     try:
         state = await stream_state(client, name)
         if state is None:
@@ -135,7 +135,7 @@ async def ensure_stream(
 
 
 def cdc_config(settings: Settings, version: tuple[int, int, int]) -> dict[str, Any]:
-    """What a created CDC stream looks like."""
+    """Configuration of a CDC stream that the bridge creates."""
     config: dict[str, Any] = {
         "retention": "limits",
         "storage": "file",
@@ -154,7 +154,7 @@ def cdc_config(settings: Settings, version: tuple[int, int, int]) -> dict[str, A
 
 
 def init_config(settings: Settings) -> dict[str, Any]:
-    """What a created INIT stream looks like."""
+    """Configuration of an INIT stream that the bridge creates."""
     return {
         "retention": "limits",
         "storage": "file",

@@ -169,7 +169,7 @@ async def _record(
     bucket = await _bucket(client, subjects.bridge_bucket)
     kept = await load_progress(bucket, slot) if bucket is not None else None
     if await stream_state(client, subjects.cdc_stream) is not None:
-        return await records.look(kept)
+        return await records.read_unfenced(kept)
     record = StreamRecord()
     if kept is not None:
         record.note_progress(kept)

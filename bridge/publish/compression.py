@@ -1,8 +1,8 @@
 """Compressed events (`--zstd-events`): small messages gain only from a dictionary.
 
-Each table's first messages go out as they are, or as plain zstd where that is smaller, while
-samples of them collect. A dictionary trained from these is stored in KV before the first message
-that needs it, so readers always find it.
+The first messages of each table are published uncompressed, or as plain zstd if that is smaller,
+and samples of them are collected. A dictionary is trained from the samples and stored in KV before
+the first message that needs it, so that readers always find it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _TableState:
 
 
 class EventCompressor:
-    """Compresses payloads table by table; `__call__` is made for the hot path and never waits."""
+    """Compresses payloads, with a dictionary per table; `__call__` never waits (hot path)."""
 
     def __init__(self, store: DictionaryStore, headers: bytes) -> None:
         self._store = store
@@ -51,7 +51,7 @@ class EventCompressor:
         self._training: set[asyncio.Task[None]] = set()
 
     def __call__(self, token: str, payload: bytes) -> tuple[bytes, bytes]:
-        """Payload and headers as they should be sent: compressed where that is smaller."""
+        """Payload and headers to publish: compressed if that is smaller."""
         state = self._tables.get(token)
         if state is None:
             state = self._tables[token] = _TableState(self._zstd_headers)
@@ -73,7 +73,7 @@ class EventCompressor:
         task.add_done_callback(self._training.discard)
 
     async def _adopt(self, token: str, state: _TableState) -> None:
-        """Use what an earlier run has trained."""
+        """Use the dictionary that an earlier run trained."""
         try:
             found = await self._store.current(token, FORM)
         except (nats.errors.Error, APIError, TimeoutError, OSError):
@@ -100,7 +100,7 @@ class EventCompressor:
         state.samples = None
 
     async def close(self) -> None:
-        """End training that is under way."""
+        """Cancel the training tasks that still run."""
         for task in tuple(self._training):
             task.cancel()
         await asyncio.gather(*self._training, return_exceptions=True)

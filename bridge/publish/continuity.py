@@ -1,4 +1,4 @@
-"""Whether the history of a source goes on unbroken: the decision at every start, without I/O."""
+"""Decides at every start whether the source continues without a gap; no I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Continuity:
-    """The decision: after what to resume, and the reason of a gap, if there is one."""
+    """The decision: the position to resume after, or the reason for a gap."""
 
     resume: Resume
     gap: str | None = None
@@ -23,7 +23,7 @@ class Continuity:
 
     @property
     def continues(self) -> bool:
-        """Whether the stream goes on where its record ends."""
+        """Whether streaming continues where the stream's record ends."""
         return self.gap is None and not self.first
 
 
@@ -40,9 +40,10 @@ def decide(
 ) -> Continuity:
     """Compare the record with slot, server and stream.
 
-    Nothing recorded: a first epoch from where the slot stands. Slot at or before the record:
-    continue, skipping what is recorded. Anything else is a gap, with its reason. `tail_id` is the
-    id of the message that stands where the progress record says the stream ended, if it is kept.
+    If nothing is recorded, the first epoch begins at the slot's position. If the slot is at or
+    before the record, streaming continues and skips what is recorded. Anything else is a gap.
+    `tail_id` is the id of the message at the sequence where the stream ended according to the
+    progress record; None if the stream no longer holds that message.
     """
     progress = record.progress
     if progress is None and not record.epoch:

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
     from bridge.config import Settings
     from bridge.events.messages import OutgoingMessage
-    from bridge.jetstream.batches import BatchResult, BatchWriter, Following
+    from bridge.jetstream.batches import BatchResult, BatchWriter, NextBatch
     from bridge.jetstream.broker import Broker
     from bridge.jetstream.record import Document, StreamRecord
     from bridge.jetstream.streams import StreamState
 
 
 class StreamChanged(Retryable):
-    """The stream is not the one that was written to: continuity must be decided again."""
+    """The stream was replaced or has lost messages: continuity must be decided again."""
 
 
 class FencedStream:
-    """Writes to the CDC stream and reads back what it holds; a later bridge makes writes fail."""
+    """Writes to the CDC stream and reads it back; writes fail after another bridge took over."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class FencedStream:
         self._records = records
         self._writer = writer
         self.state = state
-        """The stream when the fence was taken."""
+        """State of the stream before the fence was written."""
 
     @classmethod
     async def take(
@@ -57,7 +57,7 @@ class FencedStream:
     ) -> Self:
         """Take the fence, so that no earlier bridge of the source can write any more.
 
-        `is_foreign` knows the tables of other sources, whose messages tell nothing of this one.
+        `is_foreign` tells whether a table belongs to another source; its messages are skipped.
         """
         client, subjects, source = broker.client, settings.subjects, settings.slot
         state = await stream_state(client, subjects.cdc_stream)
@@ -86,7 +86,7 @@ class FencedStream:
         return cls(client, state, fence, records, writer)
 
     async def close(self) -> None:
-        """Take no more acknowledgements."""
+        """Stop receiving acknowledgements."""
         await self._writer.close()
 
     @property
@@ -114,17 +114,17 @@ class FencedStream:
         return max(self.state.last_seq, self._fence.sequence)
 
     async def send(
-        self, items: Sequence[OutgoingMessage], following: Following | None = None
+        self, items: Sequence[OutgoingMessage], next_batch: NextBatch | None = None
     ) -> BatchResult:
-        """Publish a batch; the outcome tells how much of it is stored."""
-        return await self._writer.send(items, self._fence, following)
+        """Publish a batch; the result says how many of its messages are stored."""
+        return await self._writer.send(items, self._fence, next_batch)
 
     def interrupt(self) -> None:
-        """Wait no longer for acknowledgements of what is under way."""
+        """Stop waiting for the acknowledgements of the batch in flight."""
         self._writer.interrupt()
 
     async def message_id_at(self, seq: int) -> str | None:
-        """Id of the message with this sequence; None if it is not kept any more."""
+        """Id of the message with this sequence; None if the stream no longer holds it."""
         return await self._records.message_id_at(seq)
 
     async def holds(self, item: OutgoingMessage) -> bool:
@@ -132,17 +132,17 @@ class FencedStream:
         return await self._records.holds(item)
 
     async def read(self, kept: Document | None) -> StreamRecord:
-        """What the stream records of the source; `kept` is the progress record of the KV bucket."""
+        """Read the source's record; `kept` is the progress record of the KV bucket."""
         try:
             return await self._records.read(self._fence.sequence, kept)
         except (TimeoutError, nats.errors.Error, APIError) as error:
             raise Retryable(f"the record cannot be read: {error}") from error
 
     async def read_back(self, known: Document) -> StreamRecord:
-        """Renew the fence and read what is stored; what is still under way fails.
+        """Renew the fence, so that messages in flight are refused, and read the record.
 
-        `known` is a progress record of what was acknowledged; StreamChanged if the stream does
-        not hold the message that it names as the newest.
+        `known` is a progress record of what was acknowledged. StreamChanged if the stream no
+        longer holds the message that it names as the newest.
         """
         await self._fence.renew()
         found = await self._records.message_id_at(known["stream_seq"])

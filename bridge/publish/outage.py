@@ -1,4 +1,4 @@
-"""How long nothing could be stored, and what the operator is told meanwhile."""
+"""How long nothing could be stored, and the warning that the operator sees meanwhile."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger("bridge.publish")
 RETRY_SECONDS = 2.0
 RECONNECT_SECONDS = 0.25
 WARNING = "publish"
-BRING_BACK = "bring NATS back; PostgreSQL keeps the WAL meanwhile"
-FREE_ROOM = "free room in the stream or raise its limits; the bridge goes on by itself"
-ASK_CHECK = "`bridge check` tells what the stream does not take; the bridge goes on by itself"
+RESTORE_NATS = "bring NATS back; PostgreSQL keeps the WAL meanwhile"
+FREE_SPACE = "free room in the stream or raise its limits; the bridge goes on by itself"
+RUN_CHECK = "`bridge check` reports why the stream refuses it; the bridge goes on by itself"
 
 
 class OutageTooLong(Exception):
@@ -39,26 +39,26 @@ class Outage:
         self._warned = False
 
     def reset(self) -> None:
-        """NATS is connected, and there is nothing to store."""
+        """NATS is connected and there is nothing to store: the outage does not count on."""
         self._since = None
 
     def end(self) -> None:
-        """Something was stored: the operator's warning goes as well."""
+        """Something was stored: the outage is over, and its warning is cleared."""
         self._since = None
         self._warned = False
-        # An earlier stretch of streaming may have left the warning.
+        # An earlier streaming session may have left the warning.
         self._stats.clear_warning(WARNING)
 
     def note(self, reason: str) -> None:
-        """Remember since when nothing can be stored."""
+        """Note that nothing can be stored; OutageTooLong once that lasts too long."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
         if now - self._since > self._limit_seconds:
             raise OutageTooLong(reason)
 
-    async def wait(self, reason: str, remedy: str = BRING_BACK) -> None:
-        """Wait before the next attempt, and say what the operator can do."""
+    async def wait(self, reason: str, remedy: str = RESTORE_NATS) -> None:
+        """Wait before the next attempt, and warn the operator with a remedy."""
         self.note(reason)
         if not self._warned:
             self._warned = True

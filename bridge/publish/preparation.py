@@ -1,4 +1,4 @@
-"""What must be stored elsewhere before a message: a schema in KV, a row in the object store."""
+"""Stores what must exist before a message is published: a schema in KV, a row as an object."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Preparation:
-    """Stores what an item's message refers to, then gives the message."""
+    """Stores what an item's message refers to, then returns the message."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Preparation:
         self._outage = outage
 
     async def message(self, item: Item) -> OutgoingMessage:
-        """Do what must be done before an item's message, and return that."""
+        """Store what the item's message refers to, and return the message."""
         if isinstance(item, SchemaNotice):
             if item.must_store:
                 await self._store_schema(item)
@@ -75,7 +75,7 @@ class Preparation:
         version = document["schema_version"]
         subject = self._source.subjects.change(notice.token, "schema")
         msg_id = message_id(document["lsn"], notice.token, "schema", version, document["epoch"])
-        # A version may be announced again later; deduplication must not drop that message.
+        # A version may be announced twice; deduplication must not drop the second message.
         unique = f"{msg_id}-{time.time_ns():x}"
         payload = encode(
             {

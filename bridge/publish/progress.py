@@ -1,11 +1,20 @@
-"""What is stored and so may be confirmed, and the progress records that say it.
+"""What may be confirmed to PostgreSQL, and the progress records in the stream and in KV.
 
-The rule of confirmation, as a formula:
+These words have one meaning each in the bridge:
+
+    stored        the message is in the stream
+    acknowledged  the bridge has received the stream's acknowledgement, or has read the message
+                  back, so it knows that the message is stored
+    recorded      the stream's own messages prove that everything up to a position is stored
+    kept          the KV bucket `bridge` holds a progress record for that position
+    confirmed     reported to PostgreSQL, which may remove the WAL up to that position
+
+The rule of confirmation is:
 
     confirmed = max(end of every transaction whose messages are all acknowledged,
                     position of every acknowledged progress record)
 
-and a progress record is written only while nothing received is unacknowledged.
+A progress record is written only while every received change is acknowledged.
 """
 
 from __future__ import annotations
@@ -34,10 +43,10 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StoredUpTo:
-    """What the stream holds of a source at one moment.
+    """How far the messages of a source are stored at one moment.
 
-    `stream_seq` and `msg_id` are those of the source's newest message, so that a stream which has
-    lost its tail is known; the position is the one right after that message.
+    `stream_seq` and `msg_id` identify the source's newest message, so that the loss of the
+    stream's end is detected. The position is the one right after that message.
     """
 
     stream_seq: int
@@ -48,7 +57,7 @@ class StoredUpTo:
     ts: int = 0
 
     def after(self, item: OutgoingMessage) -> StoredUpTo:
-        """The same with a change or logical message that was stored since."""
+        """The state after this change or logical message was stored too."""
         stored, transaction = self, item.transaction
         assert transaction is not None
         lsn = transaction.commit_lsn
@@ -77,7 +86,7 @@ class ProgressLog:
     def record(
         self, lsn: int, stored: StoredUpTo, source_lsn: int, gap: Document | None = None
     ) -> Document:
-        """One record: every change that ends at or before `lsn` is among what is stored."""
+        """A progress record, which states that every change up to `lsn` is stored."""
         source, server = self._source, self._server
         return {
             "v": 1,
@@ -116,9 +125,9 @@ class ProgressLog:
         )
 
     async def keep(self, document: Document) -> bool:
-        """Put the record into KV, where it outlives the stream's retention.
+        """Write the record to KV, where the stream's retention does not remove it.
 
-        False if that failed, or if KV holds a newer one, which a later bridge has written.
+        False if that failed, or if a later bridge has already written a newer record.
         """
         source = self._source
         key, value = f"progress.{source.name}", encode(document, as_json=source.as_json)
@@ -140,21 +149,21 @@ def _order(document: Document) -> tuple[int, int]:
 
 
 class Confirmation:
-    """What the stream holds of the source; PostgreSQL may forget everything up to `lsn`."""
+    """Tracks which messages are stored; `lsn` is the position that may be confirmed."""
 
     def __init__(self, log: ProgressLog, stored: StoredUpTo, lsn: int) -> None:
         self._log = log
         self._stored = stored
         self.lsn = lsn
         self._recorded_lsn = 0
-        """Up to where the stream itself tells that everything is stored."""
+        """The position up to which the stream's messages prove that everything is stored."""
         self._kept_lsn = 0
         """Position of the newest progress record in KV."""
 
     def acknowledge(self, newest: Iterable[OutgoingMessage], end_lsn: int) -> None:
-        """Take stored messages into account: the newest ones that have a position.
+        """Take acknowledged messages into account; `newest` are the newest with a position.
 
-        `end_lsn` is the end of the newest transaction that is stored whole, or 0.
+        `end_lsn` is the end of the newest completely stored transaction, or 0.
         """
         if end_lsn > self.lsn:
             self.lsn = end_lsn
@@ -163,15 +172,15 @@ class Confirmation:
             self._stored = self._stored.after(item)
 
     def note_end(self, stream_seq: int, msg_id: str) -> None:
-        """Remember the newest message of the source in the stream."""
+        """Note which message of the source is the newest in the stream."""
         self._stored = replace(self._stored, stream_seq=stream_seq, msg_id=msg_id)
 
     def confirm(self, lsn: int) -> None:
-        """A progress record up to here was acknowledged."""
+        """Note that a progress record for this position was acknowledged."""
         self.lsn = max(self.lsn, lsn)
 
     def record(self, lsn: int, source_lsn: int = 0, gap: Document | None = None) -> Document:
-        """A progress record: everything that ends at or before `lsn` is stored."""
+        """A progress record, which states that every change up to `lsn` is stored."""
         return self._log.record(lsn, self._stored, source_lsn, gap)
 
     def message(self, document: Document) -> OutgoingMessage:
@@ -179,19 +188,19 @@ class Confirmation:
         return self._log.message(document)
 
     def is_recorded(self, lsn: int) -> bool:
-        """Whether the stream tells already that everything up to here is stored."""
+        """Whether the stream's messages already prove that everything up to here is stored."""
         return lsn <= self._recorded_lsn
 
     def note_recorded(self, lsn: int) -> None:
-        """A progress record up to here is in the stream."""
+        """Note that the stream's messages prove that everything up to here is stored."""
         self._recorded_lsn = max(self._recorded_lsn, lsn)
 
     @property
     def is_kept(self) -> bool:
-        """Whether KV knows of everything that is confirmed."""
+        """Whether KV holds a progress record for the confirmed position."""
         return self.lsn <= self._kept_lsn
 
     async def keep(self, document: Document) -> None:
-        """Put a progress record into KV; a failure leaves the older one."""
+        """Write a progress record to KV; after a failure KV still holds the older one."""
         if await self._log.keep(document):
             self._kept_lsn = document["lsn"]

@@ -1,8 +1,9 @@
-"""The consumer of the ring: batches into the stream, acknowledgements out of it.
+"""The consumer of the ring: publishes batches and processes their acknowledgements.
 
-After an error, a timeout or a reconnect nothing is assumed: the fence is renewed, so that
-whatever is still under way fails, the record is read back, and publishing goes on right after it.
-A stream that shows less than it has acknowledged is not written to any more.
+After an error, a timeout or a reconnect the publisher does not know which messages are stored. It
+renews the fence, so that messages still in flight are refused. Then it reads the record back and
+continues with the first message that is not stored. It stops writing to a stream that no longer
+holds a message it has acknowledged.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from bridge.errors import Retryable
 from bridge.events.messages import ITEM_OVERHEAD, Item, MessageKind, OutgoingMessage
 from bridge.jetstream.batches import FIRST_ERROR_CODE, Refusal
 from bridge.jetstream.fence import Fenced, PublishRefused
-from bridge.jetstream.record import is_counted, is_held
+from bridge.jetstream.record import has_position, is_recorded
 from bridge.publish.fenced_stream import StreamChanged
-from bridge.publish.outage import ASK_CHECK, BRING_BACK, FREE_ROOM
+from bridge.publish.outage import FREE_SPACE, RESTORE_NATS, RUN_CHECK
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.transport.logfmt import event
@@ -30,7 +31,7 @@ from consumer_sdk.transport.logfmt import event
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
-    from bridge.jetstream.batches import Following
+    from bridge.jetstream.batches import NextBatch
     from bridge.jetstream.record import StreamRecord
     from bridge.publish.fenced_stream import FencedStream
     from bridge.publish.outage import Outage
@@ -58,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """A gap to write, or a wait to end, once everything up to a position is stored."""
+    """A gap to write once everything up to a position is stored; without a gap, only the wait."""
 
     lsn: int
     gap: dict[str, object] | None
@@ -73,19 +74,19 @@ _END_LSN = attrgetter("end_lsn")
 
 
 def _remedy(refusal: Refusal) -> str:
-    """What an operator can do about it."""
+    """What the operator can do about a refusal."""
     if refusal.full:
-        return FREE_ROOM
-    return ASK_CHECK if refusal.code >= FIRST_ERROR_CODE else BRING_BACK
+        return FREE_SPACE
+    return RUN_CHECK if refusal.code >= FIRST_ERROR_CODE else RESTORE_NATS
 
 
 def _is_plain(items: Sequence[Item]) -> bool:
-    """Whether items are messages and nothing else."""
+    """Whether all items are messages, so that nothing must be stored before them."""
     return set(map(type, items)) == {OutgoingMessage}
 
 
 class Publisher:
-    """Publishes what the ring holds, and tells the confirmation what is stored."""
+    """Publishes the items of the ring and updates the confirmation when they are stored."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Publisher:
         self._batch_events = limits.batch_events
         self._reports: deque[_Report] = deque()
         self._ahead: list[Item] = []
-        """The next batch, taken while the one before it was under way."""
+        """The next batch, taken from the ring while the batch before it was in flight."""
         self._draining = False
         self._is_stuck = False
         """Whether nothing was stored since the stream was last read back."""
@@ -130,13 +131,13 @@ class Publisher:
                     async with asyncio.timeout(IDLE_SECONDS):
                         await self._ring.wait_for_items()
                 except TimeoutError:
-                    await self._rest()
+                    await self._on_idle_timeout()
                     continue
             items, self._ahead = self._ahead or self._take(), []
             await self._publish(items)
             await self._write_reports()
             if not self._is_pending:
-                await self._idle()
+                await self._record_idle_position()
             elif time.monotonic() - self._last_keep > KEEP_SECONDS:
                 await self._keep_progress()
 
@@ -146,12 +147,12 @@ class Publisher:
         return bool(self._ahead) or len(self._ring) > 0
 
     def _take(self) -> list[Item]:
-        # The ring counts what an item costs in memory, a batch what goes over the wire.
+        # The ring counts the memory of an item, a batch only its bytes on the wire.
         allowance = self._batch_events * ITEM_OVERHEAD
         return self._ring.take(self._batch_events, self._limits.batch_bytes + allowance)
 
-    def _following(self) -> Sequence[OutgoingMessage] | None:
-        """The next batch, where nothing has to be done before it."""
+    def _next_batch(self) -> Sequence[OutgoingMessage] | None:
+        """The next batch; None if something must be stored or written before it."""
         if any(report.gap for report in self._reports):
             return None
         if not self._ahead:
@@ -163,13 +164,13 @@ class Publisher:
         self._draining = True
 
     def connection_lost(self) -> None:
-        """Wait for no acknowledgement any more; what is stored is read back later."""
+        """Stop waiting for acknowledgements; the record is read back after the reconnect."""
         self._doubt = True
         self._lost.set()
         self._stream.interrupt()
 
     async def _while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do the work; Retryable at once, not after its timeout, when the connection is lost."""
+        """Do the work; raise Retryable as soon as the connection is lost, before any timeout."""
         self._lost.clear()
         task, lost = asyncio.ensure_future(work), asyncio.ensure_future(self._lost.wait())
         try:
@@ -183,7 +184,7 @@ class Publisher:
             await asyncio.wait((task, lost))
 
     async def announce(self, lsn: int, source_lsn: int, gap: dict[str, object] | None) -> None:
-        """Write the record of a start, with the gap that a new epoch begins with."""
+        """Write the progress record of a start, with the gap if a new epoch begins."""
         await self._record_progress(lsn, source_lsn, gap)
 
     async def _record_progress(
@@ -204,7 +205,7 @@ class Publisher:
         while self._reports and self._reports[0].lsn <= self._confirmation.lsn:
             report = self._reports[0]
             if report.gap is not None and self._ahead:
-                # The batch ahead may be written already; the gap must come after it.
+                # The next batch may already be in flight; the gap must come after it.
                 return
             self._reports.popleft()
             if report.gap is not None:
@@ -212,21 +213,21 @@ class Publisher:
             if not report.written.done():
                 report.written.set_result(None)
 
-    async def _rest(self) -> None:
-        """Nothing is pending: see whether NATS is connected, and record what the log tells."""
+    async def _on_idle_timeout(self) -> None:
+        """Nothing was pending for a while: check the connection and write what is due."""
         if self._stream.is_connected:
             self._outage.reset()
-            await self._idle()
+            await self._record_idle_position()
             await self._write_reports()
         else:
             self._outage.note("NATS is not connected")
 
     async def finish(self) -> None:
         """Write the last progress record of an orderly stop."""
-        await self._idle(force=True)
+        await self._record_idle_position(force=True)
 
-    async def _idle(self, *, force: bool = False) -> None:
-        """Nothing is pending: record up to where the log holds nothing more for us."""
+    async def _record_idle_position(self, *, force: bool = False) -> None:
+        """Nothing is pending: record the position that the log reached without a new change."""
         now = time.monotonic()
         if not force and now - self._last_progress < IDLE_SECONDS:
             return
@@ -245,7 +246,7 @@ class Publisher:
             await self._keep_progress()
 
     async def _keep_progress(self) -> None:
-        """Let KV know of events that are stored, so that it is never far behind the stream."""
+        """Keep the confirmed position in KV, so that KV is never far behind the stream."""
         self._last_keep = time.monotonic()
         if not self._confirmation.is_kept:
             await self._keep(self._confirmation.record(self._confirmation.lsn))
@@ -257,27 +258,27 @@ class Publisher:
     async def _publish(self, items: Sequence[Item]) -> None:
         started = time.perf_counter_ns()
         if _is_plain(items):
-            await self._send(cast("Sequence[OutgoingMessage]", items), self._following)
+            await self._send(cast("Sequence[OutgoingMessage]", items), self._next_batch)
         else:
             await self._send(
-                [await self._preparation.message(item) for item in items], self._following
+                [await self._preparation.message(item) for item in items], self._next_batch
             )
         self._stats.last_processing_time_us = (time.perf_counter_ns() - started) // 1000
         self._stats.ring_depth = len(self._ring)
         self._stats.ring_bytes = self._ring.bytes_held
 
     async def _send(
-        self, chunk: Sequence[OutgoingMessage], following: Following | None = None
+        self, chunk: Sequence[OutgoingMessage], next_batch: NextBatch | None = None
     ) -> None:
-        """Store a chunk, however many attempts it takes; returns when all of it is stored.
+        """Send a chunk again and again until all of it is stored.
 
-        Where `following` is given, what it gave last is the next chunk to be sent.
+        If `next_batch` is given, the batch that it returned last must be sent next.
         """
         while chunk:
             if self._doubt:
                 chunk = await self._recover(Refusal(0, "the connection to NATS was lost"), chunk)
                 continue
-            outcome = await self._stream.send(chunk, following)
+            outcome = await self._stream.send(chunk, next_batch)
             if outcome.stored:
                 self._acknowledged(chunk[: outcome.stored], outcome.last_seq)
                 chunk = chunk[outcome.stored :]
@@ -285,7 +286,7 @@ class Publisher:
             if refusal is None:
                 self._batch_events = min(self._batch_events * 2, self._limits.batch_events)
             elif refusal.interleaved:
-                # Another source wrote in between: smaller batches meet it less often.
+                # Smaller batches are interleaved with messages of another source less often.
                 self._batch_events = max(8, outcome.stored)
                 chunk = await self._after_interleaved(refusal, chunk)
             else:
@@ -294,11 +295,11 @@ class Publisher:
     async def _after_interleaved(
         self, refusal: Refusal, chunk: Sequence[OutgoingMessage]
     ) -> Sequence[OutgoingMessage]:
-        """Go on after a message of another source, unless a stale bridge of ours wrote it."""
-        following = next((item for item in chunk if is_counted(item)), None)
-        if following is not None:
+        """Continue after a message of another source, but recover if a stale bridge wrote it."""
+        first = next((item for item in chunk if has_position(item)), None)
+        if first is not None:
             try:
-                if not await self._stream.holds(following):
+                if not await self._stream.holds(first):
                     return chunk
             except Retryable as error:
                 refusal = Refusal(0, str(error))
@@ -350,9 +351,9 @@ class Publisher:
     async def _recover(
         self, refusal: Refusal, chunk: Sequence[OutgoingMessage]
     ) -> Sequence[OutgoingMessage]:
-        """Find out what the stream holds of a chunk, and return the rest of it."""
+        """Find out which messages of a chunk are stored, and return the others."""
         event(log, "publishing interrupted", reason=refusal.text)
-        # The stream may refuse for ever what it refuses twice.
+        # A stream that refuses a message twice may refuse it for ever: wait before the next try.
         at_once = not refusal.full and not (refusal.code and self._is_stuck)
         while True:
             await stay_cancelled()
@@ -375,10 +376,12 @@ class Publisher:
                     break
         stored = 0
         for place, item in enumerate(chunk, start=1):
-            # A schema message is outside the count: when what follows it is stored, so is it.
-            if item.msg_id in record.newest_ids or (is_counted(item) and is_held(item, record)):
+            # A schema message has no position; it is stored if a message after it is stored.
+            if item.msg_id in record.newest_ids or (
+                has_position(item) and is_recorded(item, record)
+            ):
                 stored = place
-            elif is_counted(item):
+            elif has_position(item):
                 break
         self._is_stuck = True
         if stored:
@@ -388,7 +391,7 @@ class Publisher:
         return chunk[stored:]
 
     async def _read_back(self) -> StreamRecord:
-        """Renew the fence and read what is stored; StreamChanged if it is less than it was."""
+        """Renew the fence and read the record; StreamChanged if an acknowledged message is gone."""
         known = self._confirmation.record(self._confirmation.lsn)
         record = await self._stream.read_back(known)
         if record.epoch != known["epoch"]:

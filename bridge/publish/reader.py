@@ -1,4 +1,4 @@
-"""The producer of the ring: reads, assembles, and stops when there is no room."""
+"""The producer of the ring: reads the log, assembles messages, and waits while the ring is full."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from bridge.publish.ring import Ring
     from bridge.telemetry.stats import BridgeStats
 
-# What is taken at a time. Packed rows pay for every turn of the event loop; with single messages
-# the server waits whenever an acknowledgement comes in the middle of a long slice.
+# How many messages are read at a time. With packed rows, every turn of the event loop is costly.
+# With single messages, a long slice delays the next batch after an acknowledgement.
 SLICE_MESSAGES = 500
 SLICE_BYTES = 32 * 1024
 STATUS_BYTES = 1024 * 1024
@@ -32,7 +32,7 @@ _RELATION = ord("R")
 
 
 class WalReader:
-    """Reads until stopped; reports to the walsender also while the ring has no room."""
+    """Reads until stopped; sends status updates to the walsender even while the ring is full."""
 
     def __init__(
         self,
@@ -56,28 +56,28 @@ class WalReader:
         self._received_lsn = 0
         self._status_lsn = 0
         self._waiting_since = 0.0
-        """When the wait for the server began that is under way; 0 while there is none."""
+        """When the current wait for the server began; 0 while there is none."""
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Read nothing more; what is in the ring stays."""
+        """Stop reading; the items in the ring stay."""
         self._stopping.set()
         self._connection.wake()
 
     @property
     def silent_seconds(self) -> float:
-        """For how long the server has sent nothing, although we would have read it."""
+        """For how many seconds the reader has waited for the server."""
         return time.monotonic() - self._waiting_since if self._waiting_since else 0.0
 
     def idle_lsn(self) -> tuple[int, int]:
-        """Up to where everything received is in the ring, and how far the server has written."""
+        """The position up to which everything is in the ring, and the server's end of WAL."""
         assembler = self._assembler
         if assembler.in_transaction or len(assembler.outbox):
             return 0, self._received_lsn
         return max(assembler.complete_lsn, self._keepalive_lsn), self._received_lsn
 
     def has_truncated(self, token: str, xid: int) -> bool:
-        """Whether the log has shown that a transaction truncated a table."""
+        """Whether the log contained a TRUNCATE of the table by this transaction."""
         return self._assembler.has_truncated(token, xid)
 
     async def run(self) -> None:
@@ -86,7 +86,7 @@ class WalReader:
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             while not self._stopping.is_set():
-                if len(outbox) and not await self._make_room(stopping):
+                if len(outbox) and not await self._move_outbox(stopping):
                     break
                 exhausted = await self._slice()
                 if not outbox.move_into(self._ring):
@@ -102,7 +102,7 @@ class WalReader:
             stopping.cancel()
 
     async def report(self) -> None:
-        """Tell PostgreSQL the confirmed position every so often; runs beside `run`."""
+        """Report the confirmed position to PostgreSQL at intervals; runs beside `run`."""
         while True:
             self.send_status()
             deadline = time.monotonic() + self._status_interval
@@ -112,28 +112,28 @@ class WalReader:
                     break
 
     def send_status(self) -> None:
-        """Tell PostgreSQL the confirmed position now."""
+        """Report the confirmed position to PostgreSQL now."""
         confirmed = self._confirmed_lsn()
         self._status_lsn = confirmed
         self._stats.ring_depth = len(self._ring)
         self._stats.ring_bytes = self._ring.bytes_held
-        # While nothing flows, ask how far the server is: an idle slot must not hold WAL, and a
-        # server that does not answer has gone.
+        # While nothing arrives, ask the server for its position: an idle slot must not hold WAL
+        # back, and a server that does not answer is detected as lost.
         idle = not self._assembler.in_transaction and not len(self._ring)
         ask = idle or self.silent_seconds > SILENCE_SECONDS
         self._connection.send_status(self._received_lsn, confirmed, reply_requested=ask)
 
-    async def _make_room(self, stopping: asyncio.Future[Any]) -> bool:
-        """Wait until everything assembled is in the ring; False when stopped before."""
+    async def _move_outbox(self, stopping: asyncio.Future[Any]) -> bool:
+        """Wait until all assembled items are in the ring; False if stopped before."""
         outbox = self._assembler.outbox
         while len(outbox):
-            if not await _first(self._ring.wait_for_room(outbox.next_size), stopping):
+            if not await _first(self._ring.wait_for_space(outbox.next_size), stopping):
                 return False
             outbox.move_into(self._ring)
         return True
 
     async def _slice(self) -> bool:
-        """Take a bounded number of buffered messages; True when none is left."""
+        """Process a bounded number of buffered messages; True when none is left."""
         get_copy_data = self._connection.get_copy_data
         assembler = self._assembler
         outbox, feed = assembler.outbox, assembler.feed
@@ -152,7 +152,7 @@ class WalReader:
                         return True
                     raise self._connection.end_of_stream()
                 frame = bytes(view)
-                # libpq's copy goes now, not with the next message: a row may be large.
+                # Free libpq's copy now, not with the next message: a row may be large.
                 del view
                 if frame[0] == XLOG_DATA:
                     if length <= XLOG_DATA_HEADER_BYTES:
@@ -174,7 +174,7 @@ class WalReader:
             stats.wal_messages_received += taken
             stats.wal_bytes_received += received
             if taken and frame[0] == XLOG_DATA:
-                # The LSN of a record, 0 for messages that stand for none.
+                # The LSN of the WAL record; 0 for messages without a WAL record.
                 self._received_lsn = max(self._received_lsn, int.from_bytes(frame[1:9], "big"))
             stats.received_lsn = self._received_lsn
             stats.current_lsn = max(stats.current_lsn, assembler.complete_lsn)
@@ -197,7 +197,7 @@ class WalReader:
 
 
 async def _first(work: Coroutine[Any, Any, None], stopping: asyncio.Future[Any]) -> bool:
-    """Do the work unless stopped before; False if it was. It has ended when this returns."""
+    """Do the work; False if stopped before its end. It no longer runs when this returns."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)

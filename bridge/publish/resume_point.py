@@ -35,17 +35,17 @@ log = logging.getLogger("bridge.streaming")
 
 @dataclass(slots=True)
 class StartFacts:
-    """What earlier attempts to start have found; forgotten once one of them streams."""
+    """What earlier failed attempts to start have found; cleared once an attempt streams."""
 
     gap: str | None = None
-    """Why history does not go on, as reading has shown."""
+    """Why continuity is lost, if reading the log has shown it."""
     slot_created_at: int | None = None
-    """Position of the slot when this bridge created it, if it did."""
+    """The position of the slot if this bridge created it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """What the stream records of the source, and how streaming goes on from there."""
+    """The source's record in the stream, and the decision how streaming continues."""
 
     server: Server
     slot_lsn: int
@@ -63,9 +63,9 @@ class ResumePoint:
         is_foreign: Callable[[str], bool],
         facts: StartFacts,
     ) -> Self:
-        """Take the fence, read the record and decide; the stream is to be closed afterwards.
+        """Take the fence, read the record and decide; the caller must close the stream.
 
-        `is_foreign` knows the tables of other sources, whose messages tell nothing of this one.
+        `is_foreign` tells whether a table belongs to another source; its messages are skipped.
         """
         slot_lsn = await slot.position()
         try:
@@ -93,7 +93,7 @@ class ResumePoint:
         return cls(server, slot_lsn, stream, record, continuity)
 
     def choose_epoch(self, source: str, *, may_begin_new: bool) -> int:
-        """The epoch to go on with; DataAtRiskError if a new one is needed and not permitted."""
+        """The epoch to stream in; DataAtRiskError if a new one is needed but not permitted."""
         gap = self.continuity.gap
         if self.continuity.first:
             return int(time.time())
@@ -108,7 +108,7 @@ class ResumePoint:
         return max(int(time.time()), self.record.epoch + 1)
 
     def confirmation(self, bucket: KeyValue, source: Source) -> Confirmation:
-        """What is confirmed at the start: the position of the slot."""
+        """The confirmation at the start; the slot's position is confirmed."""
         stream, record = self.stream, self.record
         stored = StoredUpTo(stream.fence_seq, stream.fence_id)
         if self.continuity.continues:
@@ -128,7 +128,7 @@ class ResumePoint:
 
     @property
     def gap(self) -> dict[str, object] | None:
-        """The gap that the stream must tell of at the start, if there is one."""
+        """The gap to announce in the stream at the start, if there is one."""
         if self.continuity.gap is None:
             return None
         return {
@@ -140,6 +140,6 @@ class ResumePoint:
 
 
 async def _tail_id(stream: FencedStream, record: StreamRecord) -> str | None:
-    """Id of the message that stands where the progress record says the stream ended."""
+    """Id of the message at the sequence where the stream ended by the progress record."""
     ended_at = (record.progress or {}).get("stream_seq")
     return await stream.message_id_at(ended_at) if isinstance(ended_at, int) else None

@@ -1,10 +1,12 @@
 """The ring between decoding and publishing: one producer, one consumer, no locks.
 
-`_tail` and `_bytes_in` are written by the producer only, `_head` and `_bytes_out` by the consumer
-only; each side reads the other's. One slot stays empty, so that full and empty differ. A side
-that waits first shows its waiter and then looks again, and the other side moves its index first
-and then looks for a waiter: one of the two always notices. A waiter is put there and taken away
-only by the side that waits.
+Only the producer writes `_tail` and `_bytes_in`; only the consumer writes `_head` and
+`_bytes_out`. Each side reads the other's fields. One slot stays empty, so that a full ring differs
+from an empty one.
+
+No wake-up is lost: a side that must wait first sets its waiter and then checks the indexes again,
+while the other side first moves its index and then checks for a waiter. Only the waiting side sets
+and clears its waiter.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ V = TypeVar("V")
 
 
 class _Waiter:
-    """A future together with the loop it must be woken on."""
+    """A future, and the event loop on which it must be set."""
 
     __slots__ = ("_future", "_loop", "is_woken")
 
@@ -50,7 +52,7 @@ class _Waiter:
 
 
 def _write(ring: list[V], index: int, values: Sequence[V]) -> None:
-    """Put values into a ring from an index on, past its end too."""
+    """Write values into a ring from an index on; continue at the start after its end."""
     first = len(ring) - index
     if len(values) <= first:
         ring[index : index + len(values)] = values
@@ -60,7 +62,7 @@ def _write(ring: list[V], index: int, values: Sequence[V]) -> None:
 
 
 def _read(ring: list[V], index: int, count: int) -> list[V]:
-    """Values of a ring from an index on, past its end too."""
+    """Read values of a ring from an index on; continue at the start after its end."""
     values = ring[index : index + count]
     if len(values) < count:
         values += ring[: count - len(values)]
@@ -70,8 +72,7 @@ def _read(ring: list[V], index: int, count: int) -> list[V]:
 class Ring(Generic[T]):
     """A fixed ring bounded by slots and by bytes.
 
-    An item larger than the byte bound is accepted when the ring is empty, so that no row is too
-    large to pass.
+    An empty ring accepts an item larger than the byte bound, so that a row of any size can pass.
     """
 
     __slots__ = (
@@ -105,18 +106,18 @@ class Ring(Generic[T]):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the items inside."""
+        """Bytes of the items in the ring."""
         return self._bytes_in - self._bytes_out
 
-    def has_room(self, size: int) -> bool:
-        """Whether an item of this size would be accepted now."""
+    def fits(self, size: int) -> bool:
+        """Whether an item of this size can be put into the ring now."""
         depth = self._tail - self._head
         if depth >= self._mask:
             return False
         return depth == 0 or self._bytes_in - self._bytes_out + size <= self.max_bytes
 
     def try_put(self, item: T, size: int) -> bool:
-        """Producer: append an item, or answer False when there is no room."""
+        """Producer: append an item; False if it does not fit."""
         tail = self._tail
         depth = tail - self._head
         if depth >= self._mask or (
@@ -134,7 +135,7 @@ class Ring(Generic[T]):
         return True
 
     def put_many(self, items: Sequence[T], sizes: Sequence[int], start: int) -> int:
-        """Producer: append items from `start` on while there is room; the place of the next."""
+        """Producer: append items from `start` on while they fit; return the index of the next."""
         tail, mask, limit = self._tail, self._mask, self.max_bytes
         total = self._bytes_in
         count = len(items)
@@ -198,11 +199,11 @@ class Ring(Generic[T]):
             finally:
                 self._consumer = None
 
-    async def wait_for_room(self, size: int) -> None:
-        """Producer: return when an item of this size would be accepted."""
-        while not self.has_room(size):
+    async def wait_for_space(self, size: int) -> None:
+        """Producer: return when an item of this size fits."""
+        while not self.fits(size):
             waiter = self._producer = _Waiter()
-            if self.has_room(size):
+            if self.fits(size):
                 self._producer = None
                 return
             try:

@@ -183,7 +183,7 @@ MUTATIONS = (
         "the newest message of a subject is taken for ours",
         "bridge/jetstream/readback.py",
         r"        except \(WireError, KeyError, TypeError, ValueError, OverflowError\):\n"
-        r"            record\.doubtful = True",
+        r"            record\.needs_tail_scan = True",
         "        except Exception:\n            pass",
         "tests/fault/test_hostile_messages.py::"
         "test_junk_as_the_newest_message_hides_nothing_from_a_restart[no-kv]",

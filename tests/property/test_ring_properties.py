@@ -35,7 +35,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(size=sizes)
     def put(self, size):
-        assert self.ring.has_room(size) == self.fits(size)
+        assert self.ring.fits(size) == self.fits(size)
         accepted = self.ring.try_put(self.count, size)
         assert accepted == self.fits(size)
         if accepted:
@@ -97,7 +97,7 @@ async def pass_on(ring, all_sizes, rnd):
     async def produce():
         for number, size in enumerate(all_sizes):
             while not ring.try_put(number, size):
-                await ring.wait_for_room(size)
+                await ring.wait_for_space(size)
             if rnd.random() < 0.2:
                 await asyncio.sleep(0)
 
@@ -123,7 +123,7 @@ def test_two_threads_with_a_loop_each_pass_everything_on_in_order(slots, max_byt
             lengths = [rnd.choice((0, 1, 3, 9, 9, 40)) for _ in numbers]
             place = 0
             while (place := ring.put_many(numbers, lengths, place)) < len(numbers):
-                await ring.wait_for_room(lengths[place])
+                await ring.wait_for_space(lengths[place])
             number += len(numbers)
             if ring.try_put(number, 1) if number < count else False:
                 number += 1

@@ -110,7 +110,7 @@ def test_what_the_ring_has_no_room_for_stays_in_the_outbox_in_order():
     outbox, moved = made.assembler.outbox, []
     while not outbox.move_into(ring):
         assert len(outbox) == 8 - len(moved) - len(ring)
-        assert not ring.has_room(outbox.next_size)
+        assert not ring.fits(outbox.next_size)
         moved += ring.take(2, 1024 * 1024)
     moved += ring.take(4, 1024 * 1024)
     assert [item.ordinal for item in moved] == list(range(8))

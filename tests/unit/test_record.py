@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bridge.events.messages import OutgoingMessage, TransactionHeader
-from bridge.jetstream.record import StreamRecord, is_counted, is_held
+from bridge.jetstream.record import StreamRecord, has_position, is_recorded
 from consumer_sdk.wire import WireError
 
 
@@ -121,10 +121,10 @@ def test_held_is_what_stands_at_or_before_the_position():
             **common, token="m", transaction=TransactionHeader(lsn, 1, 0), ordinal=ordinal
         )
 
-    assert [is_held(change(lsn, 9), record) for lsn in (99, 101)] == [True, False]
-    assert [is_held(change(100, seq), record) for seq in (0, 4, 5)] == [True, True, False]
-    assert [is_held(logical(100, n), record) for n in (0, 1, 2)] == [True, True, False]
-    assert is_counted(change(100, 0))
-    assert is_counted(logical(100, 0))
-    assert not is_counted(OutgoingMessage.schema(**common, token="t"))
-    assert not is_counted(OutgoingMessage.progress(**common))
+    assert [is_recorded(change(lsn, 9), record) for lsn in (99, 101)] == [True, False]
+    assert [is_recorded(change(100, seq), record) for seq in (0, 4, 5)] == [True, True, False]
+    assert [is_recorded(logical(100, n), record) for n in (0, 1, 2)] == [True, True, False]
+    assert has_position(change(100, 0))
+    assert has_position(logical(100, 0))
+    assert not has_position(OutgoingMessage.schema(**common, token="t"))
+    assert not has_position(OutgoingMessage.progress(**common))

@@ -34,7 +34,7 @@ def test_slots_and_bytes_bound_what_is_inside():
     assert not ring.try_put("b", 41)
     assert ring.try_put("c", 40)
     assert ring.bytes_held == 100
-    assert not ring.has_room(0) or ring.try_put("d", 0)
+    assert not ring.fits(0) or ring.try_put("d", 0)
 
 
 def test_an_item_larger_than_the_bound_passes_alone():
@@ -72,19 +72,19 @@ async def test_the_consumer_wakes_for_an_item_and_the_producer_for_room():
     assert not consumer.done()
     ring.try_put("a", 1)
     await asyncio.wait_for(consumer, 5)
-    producer = asyncio.ensure_future(ring.wait_for_room(1))
+    producer = asyncio.ensure_future(ring.wait_for_space(1))
     await asyncio.sleep(0)
     assert not producer.done()
     ring.take(1, 10)
     await asyncio.wait_for(producer, 5)
-    await asyncio.wait_for(ring.wait_for_room(10), 5)
+    await asyncio.wait_for(ring.wait_for_space(10), 5)
 
 
 async def test_room_for_bytes_is_waited_for_until_it_is_enough():
     ring = Ring(8, 100)
     for _ in range(3):
         ring.try_put("x", 30)
-    producer = asyncio.ensure_future(ring.wait_for_room(60))
+    producer = asyncio.ensure_future(ring.wait_for_space(60))
     await asyncio.sleep(0)
     ring.take(1, 30)
     for _ in range(5):
@@ -104,11 +104,11 @@ async def test_a_cancelled_wait_leaves_the_ring_usable():
             await waiting
     assert ring.try_put("a", 1)
     await asyncio.wait_for(ring.wait_for_items(), 5)
-    waiting = asyncio.ensure_future(ring.wait_for_room(1))
+    waiting = asyncio.ensure_future(ring.wait_for_space(1))
     await asyncio.sleep(0)
     waiting.cancel()
     assert ring.take(1, 10) == ["a"]
-    await asyncio.wait_for(ring.wait_for_room(1), 5)
+    await asyncio.wait_for(ring.wait_for_space(1), 5)
 
 
 class Interrupted(Ring):
