@@ -1,4 +1,4 @@
-"""The command `bridge`: flags derived from the settings, one line for every error."""
+"""The command `bridge`: its flags are derived from the settings; an error is one line."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ DESCRIPTION = """\
 Stream PostgreSQL changes to NATS JetStream: complete, in commit order, exactly once.
 
   bridge --slot S --pub P        run until stopped
-  bridge check --slot S --pub P  look at PostgreSQL and NATS before running
+  bridge check --slot S --pub P  check PostgreSQL and NATS before running
   bridge config                  show the effective settings and their origin
-  bridge drop --slot S --yes     drop the slot, for good
-  bridge demo                    see it move, with servers of its own
+  bridge drop --slot S --yes     drop the slot; this cannot be undone
+  bridge demo                    run a demonstration with embedded servers
 """
 
 EPILOG = """\
 Every setting can also be given as BRIDGE_{NAME} in the environment or in a TOML file (--config);
-flags win over the environment, the environment over the file. Passwords and tokens are read from
-the environment or the file only.
+flags override the environment, and the environment overrides the file. Passwords and tokens are
+read from the environment or the file only.
 
 Exit codes: 0 fine, 1 the answer is no, 2 bad settings, 3 PostgreSQL or NATS not usable as
 configured, 4 data at risk.
 """
 
-ALL_SETTINGS = "The settings of the bridge that are not listed are taken too; see bridge --help."
-CHECK_TELLS = (
+ALL_SETTINGS = "All other settings of the bridge are accepted too; see bridge --help."
+CHECK_LISTS = (
     "slot", "pub", "prefix", "on_gap", "PostgreSQL", "NATS", "cdc_stream", "init_stream",
     "wal_warning",
 )  # fmt: skip
-DROP_TELLS = ("slot", "prefix", "PostgreSQL", "NATS")
+DROP_LISTS = ("slot", "prefix", "PostgreSQL", "NATS")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a wrong flag in one line; flags are spelled out, so that new ones break nothing."""
+    """Reports a wrong flag in one line; abbreviated flags are refused, as new flags break them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -62,17 +62,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_settings(
-    parser: argparse.ArgumentParser, told: Container[str] | None = None, apart: Container[str] = ()
+    parser: argparse.ArgumentParser, listed: Container[str] | None = None, skip: Container[str] = ()
 ) -> None:
-    """Add a flag for every setting, without those `apart`, which the command has added itself.
+    """Add a flag for every setting except those in `skip`, which the command adds itself.
 
-    Every command takes all of them, since they come from one place; `told` are the settings and
-    groups that matter to it, which its help lists.
+    Every command accepts all settings. Its help shows those whose name or group is in `listed`.
     """
     groups: dict[str, Any] = {}
     for item in config.definitions():
         meta = item.metadata
-        if not meta["flag"] or item.name in apart:
+        if not meta["flag"] or item.name in skip:
             continue
         group = groups.get(meta["group"])
         if group is None:
@@ -80,7 +79,7 @@ def _add_settings(
         variables = ", ".join(config.environment_names(item))
         default = "" if item.default in ("", False) else f", default {_shown(item)}"
         text = f"{meta['help']} [{variables}{default}]".replace("%", "%%")
-        if told is not None and item.name not in told and meta["group"] not in told:
+        if listed is not None and item.name not in listed and meta["group"] not in listed:
             text = argparse.SUPPRESS
         if meta["kind"] == "flag":
             group.add_argument(
@@ -128,7 +127,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser = _Parser(
             prog="bridge check",
             usage="bridge check --slot NAME --pub NAME [--json] [--fix-sql] [SETTINGS]",
-            description="Look at PostgreSQL and NATS: every finding with the exact fix. "
+            description="Check PostgreSQL and NATS and print every finding with its exact fix. "
             "Exit code 0 only if the bridge can run safely.",
             epilog=ALL_SETTINGS,
         )
@@ -142,7 +141,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         own.add_argument(
             "--fix-sql", action="store_true", help="print the SQL of a least-privilege set-up"
         )
-        _add_settings(parser, told=CHECK_TELLS, apart=("json",))
+        _add_settings(parser, listed=CHECK_LISTS, skip=("json",))
     elif command == "config":
         parser = _Parser(
             prog="bridge config",
@@ -154,18 +153,18 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser = _Parser(
             prog="bridge drop",
             usage="bridge drop --slot NAME --yes [SETTINGS]",
-            description="Drop the replication slot, so that no orphan fills the disk, and release "
-            "its tables. Consumers need a new bootstrap if the source ever comes back.",
+            description="Drop the replication slot, so that it does not fill the disk, and release "
+            "its tables. Consumers need a new bootstrap if the source is ever used again.",
             epilog=ALL_SETTINGS,
         )
         own = parser.add_argument_group("drop")
-        own.add_argument("--yes", action="store_true", help="do it")
-        _add_settings(parser, told=DROP_TELLS)
+        own.add_argument("--yes", action="store_true", help="confirm the drop")
+        _add_settings(parser, listed=DROP_LISTS)
     else:
         parser = _Parser(
             prog="bridge demo",
-            description="PostgreSQL, NATS, the bridge, a live workload and a mirror, all embedded; "
-            "ends with a checked result.",
+            description="Run PostgreSQL, NATS, the bridge, a live workload and a mirror, all "
+            "embedded, and check at the end that the results are equal.",
         )
         parser.add_argument(
             "--seconds",
@@ -201,10 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def return_large_blocks() -> bool:
-    """Give every block of a large row back as soon as it is freed; False where that is unknown.
+    """Make malloc return large blocks to the system when they are freed; False if it cannot.
 
-    Left alone, glibc raises its threshold to the largest block it has seen (up to 32 MB) and keeps
-    twice as much of what was freed: after one large row the process stays several times larger.
+    By default, glibc raises its threshold to the largest freed block (up to 32 MB) and keeps up to
+    twice as much freed memory: after one large row the process would stay several times larger.
     https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
     try:
@@ -219,7 +218,7 @@ def _settings(options: argparse.Namespace) -> config.Settings:
 
 
 def _require_addresses(settings: config.Settings) -> None:
-    """Refuse what neither server can ever be reached with, before anything is done."""
+    """Raise SettingsError for an invalid address of PostgreSQL or NATS before anything is done."""
     from bridge.jetstream.connection import options_of
     from bridge.postgres.connection import conninfo_of
 
@@ -249,7 +248,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> int:
     for name, meant in config.misspelled():
-        print(f"bridge: {name} is no setting; {meant} is", file=sys.stderr)
+        print(f"bridge: {name} is not a setting; {meant} is", file=sys.stderr)
     rows = config.masked(_settings(options))
     if options.as_json:
         print(json.dumps({name: {"value": v, "origin": o} for name, v, o in rows}, indent=2))

@@ -36,7 +36,7 @@ def parse(
     high: float | None = None,
     secret: bool = False,
 ) -> Any:
-    """Turn what was written at `where` into a value of a kind, within its bounds."""
+    """Convert a setting to a value of its kind and check its bounds; `where` names its origin."""
     shown = "***" if secret else repr(text)
     try:
         value = _PARSERS[kind](text)
@@ -55,7 +55,7 @@ def parse(
 def _parse_text(text: Any) -> str:
     if not isinstance(text, str) or "\0" in text:
         raise ValueError
-    # Bytes of the command line or the environment that are no UTF-8 came as lone surrogates.
+    # Python decodes invalid UTF-8 in arguments and variables to lone surrogates.
     text.encode()
     return text
 
@@ -113,7 +113,7 @@ _SLOT_NAME = re.compile(r"[a-z0-9_]{1,63}\Z")
 
 
 def check_together(settings: Settings) -> None:
-    """Refuse values that cannot work, although each is of the right kind."""
+    """Refuse values that cannot work although each has the right kind."""
     if settings.slot and _SLOT_NAME.match(settings.slot) is None:
         raise SettingsError(
             f"{settings.where('slot')}: {settings.slot!r} is not a slot name; "
@@ -161,7 +161,7 @@ def setting(
     low: float | None = None,
     high: float | None = None,
 ) -> Any:
-    """Declare one setting; every other spelling of it derives from this."""
+    """Declare one setting; its flag, variable and file key derive from this."""
     return field(
         default=default,
         repr=not secret,
@@ -295,11 +295,15 @@ class Settings:
         10.0, "how long a shutdown may take to drain", kind="seconds", group="pipeline", low=0
     )
     nats_away_limit: float = setting(
-        60.0, "after so long without NATS the replication connection is closed", kind="seconds",
+        60.0, "close the replication connection after so long without NATS", kind="seconds",
         group="pipeline", low=1,
     )  # fmt: skip
     status_interval: float = setting(
-        1.0, "how often PostgreSQL is told the position", kind="seconds", group="pipeline", low=0.05
+        1.0,
+        "how often the position is confirmed to PostgreSQL",
+        kind="seconds",
+        group="pipeline",
+        low=0.05,
     )
 
     snapshot_chunk_rows: int = setting(
@@ -315,10 +319,10 @@ class Settings:
     )  # fmt: skip
 
     wal_check_interval: float = setting(
-        30.0, "how often lag and slot are looked at", kind="seconds", group="telemetry", low=0.1
+        30.0, "how often lag and slot are checked", kind="seconds", group="telemetry", low=0.1
     )
     wal_warning: int = setting(
-        512 * 1024**2, "lag that is worth a warning", kind="bytes", group="telemetry", low=0
+        512 * 1024**2, "lag that causes a warning", kind="bytes", group="telemetry", low=0
     )
     wal_critical: int = setting(
         1024**3, "lag that is critical", kind="bytes", group="telemetry", low=0
@@ -327,21 +331,21 @@ class Settings:
         15.0, "how often the METRICS line is logged", kind="seconds", group="telemetry", low=0.1
     )
     log_level: str = setting(
-        "info", "least level that is logged", choices=("debug", "info", "warning", "error"),
+        "info", "lowest level that is logged", choices=("debug", "info", "warning", "error"),
         group="telemetry",
     )  # fmt: skip
     log_format: str = setting(
-        "logfmt", "form of the log", choices=("logfmt", "json"), group="telemetry"
+        "logfmt", "format of the log", choices=("logfmt", "json"), group="telemetry"
     )
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def outranks(self, part: str, whole: str) -> bool:
-        """Whether `part` comes from a stronger origin than `whole`, of which it is a part."""
+        """Whether the origin of `part` overrides that of `whole`: `pg_host` and `database_url`."""
         return _rank(self.origins.get(part)) > _rank(self.origins.get(whole))
 
     def where(self, name: str) -> str:
-        """The spelling under which a setting was given: flag, variable, or key of the file."""
+        """How the user gave a setting: its flag, its variable, or its key in the file."""
         kind, _, place = self.origins.get(name, "default").partition(" ")
         if kind == "file":
             return f"{place}: {name}"
@@ -349,7 +353,7 @@ class Settings:
 
     @property
     def subjects(self) -> Subjects:
-        """Names on NATS, with stream names overridden where they are set."""
+        """Names on NATS; the settings may override the stream names."""
         names = Subjects(self.prefix)
         if self.cdc_stream:
             names.cdc_stream = self.cdc_stream
@@ -363,7 +367,7 @@ def _rank(origin: str | None) -> int:
 
 
 def definitions() -> list[Field[Any]]:
-    """The fields of Settings that are settings, in order."""
+    """The fields of Settings that are settings (all but `origins`), in order."""
     return [item for item in fields(Settings) if "help" in item.metadata]
 
 
@@ -427,7 +431,7 @@ def misspelled(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]
     known.append("BRIDGE_CONFIG")
     found = []
     for name in sorted(set(os.environ if environ is None else environ) - set(known)):
-        # Other variables with this prefix are not ours: Kubernetes names services like this.
+        # Other variables may have this prefix: Kubernetes names those of services like this.
         if name.startswith("BRIDGE_"):
             found += [(name, near) for near in get_close_matches(name, known, n=1, cutoff=0.85)]
     return found
@@ -444,7 +448,7 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def require(settings: Settings, *names: str) -> None:
-    """Insist on settings that a command cannot do without."""
+    """Raise SettingsError if a setting that the command needs is missing."""
     for item in definitions():
         if item.name in names and not getattr(settings, item.name):
             raise SettingsError(

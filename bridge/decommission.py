@@ -1,4 +1,4 @@
-"""`bridge drop`: the end of a source."""
+"""`bridge drop`: takes a source out of service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def drop(settings: Settings) -> int:
-    """Drop the slot, then release what NATS holds under its name; 0 also if it was gone."""
+    """Drop the slot and release its tables on NATS; 0 also if the slot does not exist."""
     try:
         connection = await connect_catalog(conninfo_of(settings))
     except Retryable as error:
@@ -52,7 +52,7 @@ async def drop(settings: Settings) -> int:
 
 
 def _refuse_foreign(slot: str, kind: str, plugin: str, database: str, ours: str) -> None:
-    """Only what a bridge on this database can have created is a bridge's to drop."""
+    """Raise SourceError if the slot cannot have been created by a bridge on this database."""
     if kind != "logical":
         what = f"a {kind} slot, such as a standby or a backup uses"
     elif plugin != "pgoutput":
@@ -68,7 +68,7 @@ def _refuse_foreign(slot: str, kind: str, plugin: str, database: str, ours: str)
 
 
 async def _release(settings: Settings) -> None:
-    """Let other sources publish the tables; NATS being away does not undo the drop."""
+    """Release the tables, so that other sources may publish them; a failure is only printed."""
     try:
         await probe(settings)
         client = await connect(

@@ -1,16 +1,16 @@
 """Errors of the bridge, by what the operator must do.
 
 BridgeError
-    SettingsError      exit 2: correct a flag, a variable or the configuration file.
-    SourceError        exit 3: repair PostgreSQL, its publication, slot or grants.
-        ProtocolError  what PostgreSQL sent is not what the replication protocol says.
-        UnknownToLog   the log at the slot's position does not know the publication.
-    BrokerError        exit 3: repair NATS, its streams, buckets or account.
-        TableTaken     another source publishes the table on this stream.
-    DataAtRiskError    exit 4: going on could lose changes; decide, then start again.
-        HistoryBroken  what PostgreSQL sends is not the history that the stream records.
-Retryable              waiting can help: the bridge tries again with backoff.
-    SchemaOvertaken    another bridge has stored a schema version: start over.
+    SettingsError          exit 2: correct a flag, a variable or the configuration file.
+    SourceError            exit 3: repair PostgreSQL, its publication, slot or grants.
+        ProtocolError      PostgreSQL sent something that violates the replication protocol.
+        PublicationTooNew  the publication was created after the slot's position.
+    BrokerError            exit 3: repair NATS, its streams, buckets or account.
+        TableTaken         another source publishes the table on this stream.
+    DataAtRiskError        exit 4: continuing could lose changes; decide, then start again.
+        HistoryBroken      PostgreSQL sends other transactions than the stream has recorded.
+Retryable                  waiting can help: the bridge tries again with backoff.
+    SchemaOvertaken        another bridge has stored a newer schema version: start again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import ClassVar
 
 
 class BridgeError(Exception):
-    """Stops the bridge; the message is one line: what is wrong; the remedy."""
+    """Stops the bridge; the message is one line with the problem and the remedy."""
 
     exit_code: ClassVar[int] = 1
 
@@ -40,8 +40,8 @@ class ProtocolError(SourceError):
     """PostgreSQL sent something that does not follow the replication protocol."""
 
 
-class UnknownToLog(SourceError):
-    """The publication is younger than the slot; waiting does not help."""
+class PublicationTooNew(SourceError):
+    """The publication was created after the slot's position; waiting does not help."""
 
 
 class BrokerError(BridgeError):
@@ -61,12 +61,12 @@ class DataAtRiskError(BridgeError):
 
 
 class HistoryBroken(DataAtRiskError):
-    """The server's log is not the one that was streamed before; a new epoch can begin."""
+    """The server's log differs from the one that was streamed before; a new epoch is needed."""
 
 
 class Retryable(Exception):
-    """A condition that waiting can heal."""
+    """A condition that may end by itself; the bridge tries again."""
 
 
 class SchemaOvertaken(Retryable):
-    """KV holds a schema version that this bridge neither read nor wrote: it must start over."""
+    """KV holds a schema version that this bridge neither read nor wrote: it must start again."""

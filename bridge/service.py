@@ -1,6 +1,7 @@
-"""The bridge as a service: wires the stages, survives restarts of both sides, stops in order.
+"""The bridge as a service: it survives restarts of PostgreSQL and NATS, and stops in order.
 
-`Service(settings).run()` tells the story: start up, stream one session after another, shut down.
+`Service(settings).run()` starts up, runs one streaming session after another, and shuts down. A
+streaming session begins when the bridge takes the slot and ends when it loses or releases it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from bridge.errors import (
     BrokerError,
     DataAtRiskError,
     HistoryBroken,
+    PublicationTooNew,
     Retryable,
     SourceError,
     TableTaken,
-    UnknownToLog,
 )
 from bridge.jetstream.broker import open_broker
 from bridge.jetstream.connection import (
@@ -79,7 +80,7 @@ class Backoff:
         self._seconds = FIRST_BACKOFF_SECONDS
 
     def reset(self) -> None:
-        """An attempt has succeeded."""
+        """An attempt has succeeded: the next wait is short again."""
         self._seconds = FIRST_BACKOFF_SECONDS
 
     async def wait(self, *, at_least: float = 0.0) -> None:
@@ -96,7 +97,7 @@ class Backoff:
 
 
 class Service:
-    """Runs one bridge until it is stopped or must not go on."""
+    """Runs one bridge until it is stopped or must not continue."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -106,12 +107,12 @@ class Service:
         self._stack = AsyncExitStack()
         self._backoff = Backoff(self._stop)
         self._streaming: Streaming | None = None
-        """The stretch that is open now."""
-        self._stretches = 0
-        """How often streaming has begun."""
+        """The current streaming session."""
+        self._session_count = 0
+        """How many streaming sessions have begun."""
         self._start_facts = StartFacts()
         self._denied = ""
-        """What NATS has refused to permit, as it says it."""
+        """The last permissions violation that nats-server reported."""
         self.stats = BridgeStats()
         self.stats.source = settings.slot
         self.stats.publication = settings.pub
@@ -121,9 +122,10 @@ class Service:
         self._nats_connected = False
 
     async def run(self) -> None:
-        """The whole life of the bridge; BridgeError tells why it could not go on."""
+        """Run until a stop is requested; BridgeError if the bridge cannot continue."""
         self._handle_signals()
-        # Millions of short-lived tuples pass through; what was there at start never goes away.
+        # Objects that exist at the start live for ever; scanning them again costs time. Millions
+        # of short-lived tuples follow, so collections are made rare.
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
         try:
@@ -139,7 +141,7 @@ class Service:
             await self._shutdown()
 
     def request_shutdown(self) -> None:
-        """Stop in good order: stop reading, drain, confirm, close. A second request forces."""
+        """Stop in order: stop reading, drain, confirm, close. A second request exits at once."""
         if self._stop.is_set():
             event(log, "forced to stop", level=logging.WARNING)
             logging.shutdown()
@@ -195,7 +197,7 @@ class Service:
                 await self._unless_stopped(probe(self._settings))
                 break
             except Retryable as error:
-                self._note(str(error))
+                self._report_not_streaming(str(error))
                 await self._backoff.wait()
         self._client = await connect(
             self._settings,
@@ -242,29 +244,29 @@ class Service:
                 self._enter(State.STANDBY)
                 await self._backoff.pause(STANDBY_SECONDS)
             except OutageTooLong as error:
-                self._note(f"nats away, replication connection closed: {error}")
+                self._report_not_streaming(f"nats away, replication connection closed: {error}")
                 await self._wait_until_storable()
             except HistoryBroken as error:
                 if self._settings.on_gap != "new-epoch":
                     raise
                 self._start_facts.gap = str(error)
             except TRANSIENT as error:
-                if self._denied and not self._stretches:
+                if self._denied and not self._session_count:
                     raise BrokerError(
                         f"NATS permits too little: {self._denied}; "
                         "`bridge check` prints the permissions that the bridge needs"
                     ) from error
-                self._note(str(error) or type(error).__name__)
+                self._report_not_streaming(str(error) or type(error).__name__)
                 await self._backoff.wait()
             except (SourceError, BrokerError) as error:
-                if isinstance(error, TableTaken | UnknownToLog) or not self._stretches:
+                if isinstance(error, TableTaken | PublicationTooNew) or not self._session_count:
                     raise
-                # It has worked before: rights may be granted again, a stream may be repaired.
-                self._note(str(error), level=logging.ERROR)
+                # It has streamed before: an operator may grant the right again, or repair it.
+                self._report_not_streaming(str(error), level=logging.ERROR)
                 await self._backoff.wait(at_least=REPAIR_SECONDS)
 
     async def _stream_once(self) -> None:
-        """One stretch of streaming, from taking the slot to losing or releasing it."""
+        """Run one streaming session, from taking the slot to losing or releasing it."""
         broker = await open_broker(self._client, self._settings)
         streaming = self._streaming = await self._unless_stopped(
             open_streaming(self._settings, self._conninfo, broker, self.stats, self._start_facts)
@@ -286,16 +288,16 @@ class Service:
 
     def _note_streaming(self) -> None:
         self._enter(State.STREAMING)
-        if self._stretches:
+        if self._session_count:
             self.stats.reconnect_count += 1
-        self._stretches += 1
+        self._session_count += 1
         self._start_facts = StartFacts()
         self._backoff.reset()
         self.stats.is_connected = True
         self.stats.last_error = None
 
     async def _wait_until_storable(self) -> None:
-        """After a long absence: wait for NATS, and for room in the stream, without PostgreSQL."""
+        """After a long outage: wait until the stream accepts messages, without PostgreSQL."""
         while not self._stop.is_set():
             await self._backoff.pause(OUTAGE_POLL_SECONDS)
             if not self._client.is_connected:
@@ -304,12 +306,12 @@ class Service:
                 state = await stream_state(self._client, self._settings.subjects.cdc_stream)
             except (ApiError, Retryable):
                 continue
-            # A missing stream does not come back by waiting: the next start decides.
+            # A missing stream does not reappear: the next start decides about continuity.
             if state is None or state.has_space:
                 return
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do work that may wait for others; a request to stop cancels it."""
+        """Do work that may take long; a request to stop cancels it."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
         try:
@@ -322,7 +324,7 @@ class Service:
             task.cancel()
             await asyncio.wait((task, stop))
 
-    def _note(self, reason: str, level: int = logging.WARNING) -> None:
+    def _report_not_streaming(self, reason: str, level: int = logging.WARNING) -> None:
         self.stats.last_error = reason
         if self._state not in (State.STARTING, State.DRAINING):
             self._enter(State.RECONNECTING)
@@ -350,7 +352,7 @@ class Service:
 
 
 def _main_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error of a group that decides what to do next."""
+    """The error of a group that decides how the bridge continues."""
     flat: list[BaseException] = []
 
     def collect(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""The source a bridge works for: one frozen value that every stage is given."""
+"""The source of a streaming session: one frozen value that all its parts share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Name, epoch, publication, subjects and encoding of one stretch of streaming."""
+    """Name, epoch, publication, subjects and encoding of one streaming session."""
 
     name: str
     """The slot's name."""
@@ -24,5 +24,5 @@ class Source:
 
     @property
     def content_type(self) -> str:
-        """What messages and documents of this source are encoded as."""
+        """MIME type of the messages and documents of this source."""
         return JSON if self.as_json else MSGPACK

@@ -1,6 +1,6 @@
-"""The start of a stretch of streaming: everything up to the first byte read.
+"""The start of a streaming session: everything before the first byte is read.
 
-PostgreSQL is checked, the slot taken, the fence taken, continuity decided, the stages built.
+It checks PostgreSQL, takes the slot and the fence, decides continuity, and builds the pipeline.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ ORIGIN_VERSION = 160000
 async def open_streaming(
     settings: Settings, conninfo: str, broker: Broker, stats: BridgeStats, facts: StartFacts
 ) -> Streaming:
-    """Take slot and fence and set up the stages; SlotInUse where another bridge streams."""
+    """Take slot and fence and build the pipeline; SlotInUse if another bridge streams."""
     async with AsyncExitStack() as resources:
         opening = _Opening(settings, conninfo, broker, stats, resources)
         point, pipeline = await opening.open(facts)
-        # What was opened stays open: the stretch closes it.
+        # The streaming session closes the resources later.
         return Streaming(settings, broker, stats, point, pipeline, resources.pop_all())
 
 
 @dataclass(frozen=True, slots=True)
 class _Postgres:
-    """What the stages need to know of the server."""
+    """Facts about the server that the pipeline needs."""
 
     version: int
     is_utf8: bool
-    """PostgreSQL converts and checks text in every encoding but SQL_ASCII."""
+    """Whether text is valid UTF-8: PostgreSQL does not check or convert text in SQL_ASCII."""
 
 
 class _Opening:
@@ -140,7 +140,7 @@ class _Opening:
         except DataAtRiskError:
             created_at = facts.slot_created_at
             if created_at is not None and await self._slot.position() == created_at:
-                # Nobody reads it before an operator has decided; it would only hold back WAL.
+                # Until an operator decides, no bridge reads the new slot: it would only keep WAL.
                 await connection.close()
                 await self._slot.drop()
             raise
@@ -150,7 +150,7 @@ class _Opening:
         self._stats.slot_active = self._stats.is_ready = False
 
     async def _check_postgres(self) -> _Postgres:
-        """Refuse what cannot be streamed from; a lost slot is dropped where a gap is accepted."""
+        """Raise if PostgreSQL cannot be streamed from; drop a lost slot if a gap is accepted."""
         settings = self._settings
         connection = await connect_catalog(self._conninfo)
         try:
@@ -187,7 +187,7 @@ class _Opening:
         return postgres
 
     async def _load_schemas(self, publication: PublicationReader) -> dict[str, Document]:
-        """All schema documents; TableTaken if another source has one of our tables."""
+        """All schema documents; TableTaken if one of our tables belongs to another source."""
         stored = await self._schemas.load()
         if any(one.get("source") != self._settings.slot for one in stored.values()):
             for schema, table in await publication.tables():
@@ -217,7 +217,7 @@ class _Opening:
         coverage_store = CoverageStore(broker.client, broker.bridge, source)
         known = await coverage_store.load()
         if known is None:
-            # A new epoch: its snapshots will hold what the publication covers now.
+            # A new epoch needs no comparison: its snapshots show what is covered now.
             known = await read_coverage(publication)
         registry = SchemaRegistry(
             source=source,
@@ -303,7 +303,7 @@ class _Opening:
 
 @dataclass(frozen=True, slots=True)
 class _RelationCompiler:
-    """Gives a relation of the log its schema version and its row writers."""
+    """Compiles a relation of the log, with its schema version and its row writers."""
 
     tables: PublishedTables
     packaging: Packaging
@@ -318,7 +318,7 @@ class _RelationCompiler:
 
 @asynccontextmanager
 async def _answering() -> AsyncIterator[None]:
-    """A server that accepts connections and answers nothing is tried again later."""
+    """Raise Retryable if the server accepts connections but does not answer in time."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             yield

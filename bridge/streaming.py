@@ -1,4 +1,4 @@
-"""One stretch of streaming: from taking the slot to losing or releasing it."""
+"""One streaming session: from taking the slot to losing or releasing it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEMAS_SECONDS = 3.0
 
 
 class Stage(Enum):
-    """How far a stretch of streaming has come; only onwards."""
+    """The stage of a streaming session; stages are never repeated."""
 
     OPENED = auto()
     STREAMING = auto()
@@ -42,7 +42,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The stages of one stretch."""
+    """The parts of one streaming session."""
 
     slot: Slot
     connection: ReplicationConnection
@@ -54,7 +54,7 @@ class Pipeline:
 
 
 class Streaming:
-    """Streams once: `begin`, `run` until `drain` was called or something fails, `close`."""
+    """One streaming session: `begin`, `run` until `drain` or an error ends it, `close`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Streaming:
         self._stage = Stage.OPENED
 
     async def begin(self) -> None:
-        """Say in the stream where it goes on, and take requests for snapshots."""
+        """Write the progress record of the start, and begin to serve snapshot requests."""
         pipeline, point = self._pipeline, self._resume_point
         async with pipeline.connection.kept_alive(self._settings.status_interval):
             await pipeline.publisher.announce(point.known_lsn, point.server.flushed_lsn, point.gap)
@@ -90,7 +90,7 @@ class Streaming:
         self._stage = Stage.STREAMING
 
     async def run(self) -> None:
-        """Stream until `drain` was called and is done; any trouble ends it with its reason."""
+        """Stream until `drain` has been called and everything read is stored; raises any error."""
         pipeline = self._pipeline
         reader, publisher = pipeline.reader, pipeline.publisher
         interval = self._settings.wal_check_interval
@@ -123,14 +123,14 @@ class Streaming:
         self._stage = Stage.FINISHED
 
     async def _become_ready(self) -> None:
-        """Ready means that consumers find the schemas; a locked table delays it only briefly."""
+        """Report ready once all schemas are stored, or after a short wait if a table is locked."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SCHEMAS_SECONDS):
-                await self._pipeline.tables.were_stored.wait()
+                await self._pipeline.tables.all_stored.wait()
         self._stats.is_ready = True
 
     def connection_lost(self) -> None:
-        """NATS is not connected any more, for a moment or for longer."""
+        """The connection to NATS was lost."""
         self._pipeline.publisher.connection_lost()
 
     def drain(self) -> None:

@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from bridge.errors import DataAtRiskError, Retryable, SourceError, UnknownToLog
+from bridge.errors import DataAtRiskError, PublicationTooNew, Retryable, SourceError
 from bridge.postgres.errors import (
     FEATURE_NOT_SUPPORTED,
     INSUFFICIENT_PRIVILEGE,
@@ -114,7 +114,7 @@ class Slot:
     def explain(self, error: ReplicationRefused) -> Exception:
         """What the error that ended the stream means for the operator."""
         if error.sqlstate == UNDEFINED_OBJECT:
-            return UnknownToLog(
+            return PublicationTooNew(
                 f"publication {self._publication} is younger than slot {self._name}: the log there "
                 f"does not know it; drop the slot (bridge drop --slot {self._name} --yes) and "
                 "start with --on-gap=new-epoch, consumers will bootstrap again"

@@ -52,7 +52,7 @@ class PublishedTables:
         self._store = store
         self._confirmed_lsn = confirmed_lsn
         self._overtaken: SchemaOvertaken | None = None
-        self.were_stored = asyncio.Event()
+        self.all_stored = asyncio.Event()
         """Set once every table has been looked at."""
 
     async def from_log(self, message: Relation, commit_lsn: int) -> Versioned:
@@ -108,7 +108,7 @@ class PublishedTables:
                 event(log, "schemas not refreshed", level=logging.DEBUG, reason=str(error))
             if self._overtaken is not None:
                 raise self._overtaken
-            self.were_stored.set()
+            self.all_stored.set()
             await asyncio.sleep(min(interval, TABLE_POLL_SECONDS))
 
     def stored_tokens(self) -> set[str]:

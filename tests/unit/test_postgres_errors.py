@@ -7,7 +7,7 @@ from typing import Any
 import psycopg.errors
 import pytest
 
-from bridge.errors import Retryable, SourceError, UnknownToLog
+from bridge.errors import PublicationTooNew, Retryable, SourceError
 from bridge.postgres.errors import ReplicationRefused, explain, sqlstate_of
 from bridge.postgres.slot import Slot
 
@@ -48,5 +48,5 @@ def test_a_refused_connection_is_told_apart_as_far_as_libpq_tells(text: str, sta
 def test_a_publication_that_the_log_does_not_know_is_told_by_its_code() -> None:
     slot = Slot(NOBODY, name="main", publication="pub")
     german = ReplicationRefused("streaming", "42704", "Publikation »pub« existiert nicht")
-    assert isinstance(slot.explain(german), UnknownToLog)
+    assert isinstance(slot.explain(german), PublicationTooNew)
     assert isinstance(slot.explain(ReplicationRefused("streaming", "57P01", "ended")), Retryable)
