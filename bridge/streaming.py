@@ -123,10 +123,10 @@ class Streaming:
         self._stage = Stage.FINISHED
 
     async def _become_ready(self) -> None:
-        """Report ready once all schemas are stored, or after a short wait if a table is locked."""
+        """Report ready after the first pass over the schemas, or if that takes too long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SCHEMAS_SECONDS):
-                await self._pipeline.tables.all_stored.wait()
+                await self._pipeline.tables.first_pass_done.wait()
         self._stats.is_ready = True
 
     def connection_lost(self) -> None:

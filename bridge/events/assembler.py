@@ -1,12 +1,12 @@
 """HOT PATH: pgoutput messages in, encoded CDC messages out. No I/O, no waiting.
 
-The assembler keeps the books of a transaction: ordinals, the tables it touched, what is recorded
-already, its end. Changes become messages in `single` or `packed`, and what is finished collects in
-the outbox. One change is always held back, because only the message after it tells whether it was
-the transaction's last.
+The assembler tracks a transaction: its ordinals, its tables, its end, and which of its changes are
+already recorded. `single` or `packed` turn changes into messages; finished messages go to the
+outbox. The newest change is always held back, because only the message after it shows whether it
+is the last change of the transaction.
 
-Ordinals count row changes, truncates (one per table) and commit messages. Logical messages have an
-ordinal of their own, so that a reader of changes never misses a number.
+Ordinals number the row changes, truncates (one per table) and commit messages of a transaction.
+Logical messages are numbered separately, so that the numbers of changes have no gaps.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from bridge.events.resume import Resume
 
 NAMES_BYTES: Final = 4 * 1024 * 1024
-"""The most bytes that all commit messages of a transaction may spend on the names of its tables;
-beyond that they do not name them."""
+"""How many bytes the commit messages of a transaction may use for table names, all together; if
+more are needed, they do not name the tables."""
 KEPT_TRUNCATIONS: Final = 1000
 
 _relation_id_at = Struct(">I").unpack_from
@@ -48,12 +48,12 @@ class Assembler:
 
     def __init__(self, packaging: Packaging, resume: Resume, *, pack: bool) -> None:
         self.outbox = Outbox()
-        """What is finished."""
+        """The finished messages."""
         self.in_transaction = False
         self.commit_lsn = 0
-        """That of the last transaction begun."""
+        """Commit LSN of the last transaction that began."""
         self.complete_lsn = 0
-        """End LSN of the last transaction seen to its end."""
+        """End LSN of the last complete transaction."""
         self._packaging = packaging
         self._encoder = packaging.encoder
         self._logical = LogicalMessages(packaging, self.outbox)
@@ -64,24 +64,24 @@ class Assembler:
         self._relations: dict[int, CompiledRelation] = {}
         self._writers: dict[bytes, Writer] = {}
         self._truncations: deque[tuple[str, int]] = deque(maxlen=KEPT_TRUNCATIONS)
-        """The tables truncated last, and by which transactions."""
+        """The tables truncated last, with the transactions that truncated them."""
         self._transaction = TransactionHeader(0, 0, 0)
         self._fragment = b""
-        """What all messages of the transaction say of it, encoded."""
+        """The encoded fields that all messages of the transaction share."""
         self._seq = 0
         """Ordinal of the next change."""
         self._ordinal = 0
         """Ordinal of the next logical message."""
         self._skipping = False
-        """Whether something of this transaction may be recorded already."""
+        """Whether part of this transaction may already be recorded."""
         self._touched: dict[str, CompiledRelation] = {}
         self._last_relation: CompiledRelation | None = None
 
     def describe(self, relation: CompiledRelation) -> None:
-        """Take a relation as it is from here on.
+        """Use this description of a relation from here on.
 
-        PostgreSQL describes relations again whenever it likes: an equal description must not end
-        a packed message, whose bounds depend on the transaction alone.
+        PostgreSQL may send a description again at any time. An equal one must not end a packed
+        message, because the bounds of packed messages may depend only on the transaction.
         """
         known = self._relations.get(relation.relation_id)
         if known is None or not known.is_same(relation):
@@ -91,7 +91,7 @@ class Assembler:
             self._writers |= relation.writers
 
     def feed(self, frame: bytes, start: int) -> None:
-        """Take the pgoutput message that begins at `start` and ends with the frame."""
+        """Process the pgoutput message from `start` to the end of the frame."""
         if self._skipping and frame[start] in _ROW_KINDS and self._skip(frame, start):
             return
         writer = self._writers.get(frame[start : start + 6])
@@ -112,15 +112,15 @@ class Assembler:
             self._other(decode(frame[start:]))
 
     def expect_history(self, lsn: int) -> None:
-        """Raise where the log has passed the recorded transaction without showing it."""
+        """Raise if the log has passed the recorded transaction without containing it."""
         self._replay.expect(lsn)
 
     def has_truncated(self, token: str, xid: int) -> bool:
-        """Whether the log has shown that a transaction truncated a table."""
+        """Whether the log contained a TRUNCATE of the table by this transaction."""
         return (token, xid) in self._truncations
 
     def _skip(self, frame: bytes, start: int) -> bool:
-        """Count a change that is recorded already; False from the first one that is not."""
+        """Count a change that is already recorded; False if it must be published."""
         replay = self._replay
         if replay.skips_transaction():
             return True
@@ -132,7 +132,7 @@ class Assembler:
         return True
 
     def _touch(self, frame: bytes, start: int) -> CompiledRelation:
-        """The relation that a change is of; it is part of the transaction from then on."""
+        """The relation of a change; it is added to the tables of the transaction."""
         try:
             relation = self._relations[_relation_id_at(frame, start + 1)[0]]
         except (KeyError, StructError) as error:
@@ -146,7 +146,7 @@ class Assembler:
         return relation
 
     def _read_change(self, frame: bytes, start: int) -> None:
-        """Take a change whose row must be read."""
+        """Process a change whose row must be read."""
         relation = self._touch(frame, start)
         seq = self._seq
         self._seq = seq + 1
@@ -204,7 +204,7 @@ class Assembler:
         self.complete_lsn = message.end_lsn
 
     def _emit_commits(self, changes: int, end_lsn: int) -> None:
-        """Emit the end for each table that does not hold the last change."""
+        """Emit a commit message for each table except that of the last change."""
         assert self._last_relation is not None
         fields: dict[str, Any] = {"changes": changes, "end_lsn": end_lsn}
         if len(self._touched) * sum(map(len, self._touched)) <= NAMES_BYTES:
@@ -224,7 +224,7 @@ class Assembler:
         encode = self._encoder.message
         fitted = self._packaging.fitted(parts.token, encode(SHARED_FIELDS, parts.shared, fields))
         if fitted is None:
-            # So many tables that their names alone exceed a message.
+            # The names of so many tables do not fit into a message.
             fields.pop("tables", None)
             payload = encode(SHARED_FIELDS, parts.shared, fields)
             fitted = self._packaging.fitted(parts.token, payload)

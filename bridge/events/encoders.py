@@ -1,8 +1,8 @@
-"""Messages in pieces: what many events share is encoded once and joined as bytes.
+"""Encodes messages in fragments: fields that many events share are encoded only once.
 
-A fragment is the inside of a map without its frame; `message` frames a fragment and the fields
-that are a message's own. Rows come as the fragment of what they are made of: `data`, and where
-there is more to say `old`, `unchanged` and `raw`.
+A fragment is the encoded fields of a map without the map's head and end. `message` makes a map
+from a fragment and the fields of one message. The fragment of a row has the field `data`, and if
+needed `old`, `unchanged` and `raw`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAP_HEADS: Final = [bytes([0x80 | count]) for count in range(_SMALL_MAP + 1)]
 STATIC_FIELDS: Final = 9
 TRANSACTION_FIELDS: Final = 3
 SHARED_FIELDS: Final = STATIC_FIELDS + TRANSACTION_FIELDS
-"""What the fragment that the events of a table share within a transaction consists of."""
+"""The fields of the fragment that the events of a table share within a transaction."""
 _STR8_BYTES: Final = 255
 _LARGE_BYTES: Final = 1024 * 1024
 _SEQS: Final = 1024
@@ -36,26 +36,26 @@ class Encoder(Protocol):
 
     content_type: str
     binary: str
-    """What the encoding calls bytes."""
+    """The encoding's type for bytes."""
 
     def fragment(self, fields: Mapping[str, Any]) -> bytes:
         """Encode fields without the map around them."""
         ...
 
     def join(self, first: bytes, second: bytes) -> bytes:
-        """One fragment from two."""
+        """Join two fragments."""
         ...
 
     def message(self, count: int, shared: bytes, fields: Mapping[str, Any]) -> bytes:
-        """A map of a fragment with `count` fields, and the given fields."""
+        """A map with the `count` fields of a fragment and the given fields."""
         ...
 
     def document(self, fields: Mapping[str, Any]) -> bytes:
-        """A map of its own."""
+        """A map that shares nothing."""
         ...
 
     def body(self, fields: Mapping[str, Any]) -> bytes:
-        """The fragment of one row; values are such as the encoding can carry."""
+        """The fragment of one row; the encoding must be able to carry its values."""
         ...
 
     def row(self, body: bytes, count: int) -> bytes:
@@ -63,7 +63,7 @@ class Encoder(Protocol):
         ...
 
     def event(self, shared: bytes, msg_id: bytes, seq: int, body: bytes, count: int) -> bytes:
-        """The message of one row: what it shares, its id and ordinal, its fragment."""
+        """The message of one row: the shared fragment, id, ordinal, and the row's fragment."""
         ...
 
     def rows(self, shared: bytes, msg_id: bytes, seq: int, rows: Sequence[bytes]) -> bytes:
@@ -71,12 +71,12 @@ class Encoder(Protocol):
         ...
 
     def with_end(self, payload: bytes, end_lsn: int) -> bytes:
-        """The same message as the last of its transaction."""
+        """The message marked as the last of its transaction."""
         ...
 
 
 class MsgpackEncoder:
-    """MessagePack: fragments follow one another, the frame counts the fields."""
+    """MessagePack: fragments are concatenated; the map's head holds the number of fields."""
 
     content_type = MSGPACK
     binary = "binary"
@@ -84,7 +84,7 @@ class MsgpackEncoder:
     def __init__(self) -> None:
         self._pack = msgpack.Packer(autoreset=True).pack
 
-    def _let_go(self) -> None:
+    def _free_buffer(self) -> None:
         """Drop the packer's buffer, which would stay as large as the largest row ever packed."""
         self._pack = msgpack.Packer(autoreset=True).pack
 
@@ -96,13 +96,13 @@ class MsgpackEncoder:
         return first + second
 
     def message(self, count: int, shared: bytes, fields: Mapping[str, Any]) -> bytes:
-        # A map of up to 15 fields has a head of one byte, and ours are never more.
+        # A map of up to 15 fields has a head of one byte; messages never have more fields.
         return b"\xde\x00%c%b%b" % (count + len(fields), shared, self._pack(fields)[1:])
 
     def document(self, fields: Mapping[str, Any]) -> bytes:
         packed: bytes = self._pack(fields)
         if len(packed) > _LARGE_BYTES:
-            self._let_go()
+            self._free_buffer()
         return packed
 
     def body(self, fields: Mapping[str, Any]) -> bytes:
@@ -137,7 +137,7 @@ class MsgpackEncoder:
 class JsonEncoder:
     """JSON: fragments are separated by commas.
 
-    `message` takes rows whose values JSON can carry as they are; `document` adapts any.
+    `message` requires values that JSON can carry unchanged; `document` adapts all others.
     """
 
     content_type = JSON

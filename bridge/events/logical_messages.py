@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 HELD_BYTES: Final = 1024 * 1024
 SHOWN_PREFIX: Final = 1000
-"""How much of its prefix a message shows that goes to the object store."""
+"""How much of the prefix is in a message whose content is in the object store."""
 
 
 class _Pending(NamedTuple):
-    """A logical message as it stood in its transaction: before the change number `seq`."""
+    """A logical message that its transaction wrote before the change number `seq`."""
 
     prefix: str
     ordinal: int
@@ -28,9 +28,9 @@ class _Pending(NamedTuple):
 
 
 class LogicalMessages:
-    """Holds logical messages back where they must not overtake a change, and emits them.
+    """Holds logical messages back while they must not overtake a change, then emits them.
 
-    The newest one is always held back, because it may be the end of its transaction.
+    The newest one is always held back, because it may be the last message of its transaction.
     """
 
     def __init__(self, packaging: Packaging, outbox: Outbox) -> None:
@@ -42,15 +42,15 @@ class LogicalMessages:
         self._pending_bytes = 0
 
     def begin(self, transaction: TransactionHeader) -> None:
-        """Take the transaction that the next messages belong to."""
+        """Set the transaction of the next messages."""
         self._transaction = transaction
 
     def take(self, message: LogicalMessage, ordinal: int, seq: int, *, behind_change: bool) -> None:
-        """Hold a message back, behind the change held back or as the newest message."""
+        """Hold a message back: behind the change held back, or as the newest message."""
         size = len(message.content) + ITEM_OVERHEAD
         if not behind_change or self._pending_bytes + size > HELD_BYTES:
-            # Too much to hold back behind one change: these go ahead of it. Readers lose nothing,
-            # messages and changes are numbered apart.
+            # Too many to hold back behind one change, so they are emitted before it. That is safe:
+            # messages and changes are numbered separately.
             self.emit(None)
         self.pending.append(_Pending(message.prefix, ordinal, seq, message.content))
         self._pending_bytes += size
@@ -63,7 +63,7 @@ class LogicalMessages:
             self._emit(message, end_lsn if place == len(pending) else None)
 
     def _emit(self, pending: _Pending, end_lsn: int | None) -> None:
-        """Emit a message; what exceeds the payload limit goes to the object store."""
+        """Emit a message; content that exceeds the payload limit goes to the object store."""
         packaging, transaction = self._packaging, self._transaction
         source, encode = packaging.source, packaging.encoder.document
         token = f"$message.{message_token(pending.prefix)}"

@@ -1,7 +1,7 @@
-"""What travels from the log to the stream: messages, and what must be stored before some of them.
+"""Messages for the CDC stream, and what must be stored before some of them.
 
-A message has a kind, and a constructor for each kind. `Packaging` holds what all messages of one
-source have in common: its encoding, its headers, and how large a message may be.
+`OutgoingMessage` has a constructor for each kind of message. `Packaging` holds what all messages
+of one source share: encoding, headers and size limit.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from bridge.source import Source
 
 HEADER_ALLOWANCE: Final = 2048
-"""Room for headers below the server's payload limit; ids of the longest names take 500 bytes."""
+"""Bytes reserved for headers within the server's payload limit; the longest ids take 500."""
 END_ALLOWANCE: Final = 64
-"""How much longer a message gets when it becomes the last of its transaction."""
+"""Bytes that are added to the last message of a transaction."""
 ITEM_OVERHEAD: Final = 400
-"""What an item costs in memory beside its payload, counted against the ring's byte bound."""
+"""Memory of an item beside its payload, in bytes; the ring's byte bound counts it."""
 
 Compress: TypeAlias = Callable[[str, bytes], tuple[bytes, bytes]]
-"""Takes a table's token and a payload; gives the payload and the headers to send."""
+"""Maps a table's token and a payload to the payload and the headers to send."""
 
 
 class MessageKind(Enum):
-    """What a message of the CDC stream tells."""
+    """What a message of the CDC stream contains."""
 
     CHANGE = "change"
     """One row change or truncate, or several packed rows."""
     COMMIT = "commit"
-    """The end of a transaction, for a table that does not hold its last change."""
+    """The end of a transaction, for each of its tables except that of the last change."""
     LOGICAL = "logical"
     """What pg_logical_emit_message wrote."""
     SCHEMA = "schema"
@@ -56,7 +56,7 @@ class TransactionHeader(NamedTuple):
 
 
 class OutgoingMessage(NamedTuple):
-    """One message for the CDC stream; the constructors below make them, one for each kind."""
+    """One message for the CDC stream; there is a constructor for each kind."""
 
     kind: MessageKind
     subject: bytes
@@ -68,13 +68,13 @@ class OutgoingMessage(NamedTuple):
     transaction: TransactionHeader | None
     """None for schema and progress messages: they have no place in a transaction."""
     ordinal: int
-    """The first ordinal the message takes. Changes and commit messages of a transaction are
-    counted together, logical messages are counted for themselves."""
+    """The first ordinal of the message. The changes and commit messages of a transaction are
+    numbered together; logical messages are numbered separately."""
     events: int
-    """How many events it carries: several where rows are packed, none in a commit message."""
+    """The number of events: several in a packed message, none in a commit message."""
     end_lsn: int | None
-    """Set on the final message of a transaction. Once that is acknowledged, everything up to
-    here may be confirmed."""
+    """Set on the last message of a transaction. Once it is acknowledged, everything up to this
+    position may be confirmed."""
 
     @classmethod
     def change(
@@ -108,7 +108,7 @@ class OutgoingMessage(NamedTuple):
     def schema(
         cls, *, subject: bytes, msg_id: bytes, headers: bytes, payload: bytes, token: str
     ) -> OutgoingMessage:
-        """A schema version, ahead of the rows that need it."""
+        """A schema version, published before the rows that need it."""
         return cls(MessageKind.SCHEMA, subject, msg_id, headers, payload, token, None, 0, 0, None)
 
     @classmethod
@@ -122,19 +122,19 @@ class OutgoingMessage(NamedTuple):
 
     @property
     def next_ordinal(self) -> int:
-        """The ordinal after those that the message takes."""
+        """The ordinal after the last one of the message."""
         return self.ordinal + (self.events or 1)
 
 
 change_of_fields: Final = partial(tuple.__new__, OutgoingMessage)
-"""HOT PATH: a message from a tuple of all its fields, in less than half the time of `change`.
+"""HOT PATH: makes a message from a tuple of all fields, in less than half the time of `change`.
 
-One message for every row change is made this way, and nothing else."""
+Only messages of single row changes are made this way."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaNotice:
-    """Tell readers of a schema version before the rows that need it."""
+    """A schema version that must be announced before the rows that need it."""
 
     token: str
     document: dict[str, Any]
@@ -143,7 +143,7 @@ class SchemaNotice:
 
 @dataclass(frozen=True, slots=True)
 class Oversized:
-    """A message whose rows go to the object store first; `message` refers to them."""
+    """A row that must be stored as an object first, and the `message` that refers to it."""
 
     name: str
     content: bytes
@@ -170,27 +170,27 @@ class Packaging:
 
     @property
     def limit(self) -> int:
-        """The most bytes that a payload may have."""
+        """The largest allowed payload, in bytes."""
         return self.max_payload - HEADER_ALLOWANCE
 
     @property
     def room(self) -> int:
-        """The most bytes that a payload may have which can still become the last one."""
+        """The largest payload that may still become the last one of its transaction."""
         return self.limit - END_ALLOWANCE
 
     def fitted(self, token: str, payload: bytes) -> tuple[bytes, bytes] | None:
-        """Payload and headers as they go out, or None where the payload exceeds the limit."""
+        """Payload and headers to send; None if the payload exceeds the limit."""
         headers = self.headers
         if self.compress is not None:
             payload, headers = self.compress(token, payload)
         return (payload, headers) if len(payload) <= self.limit else None
 
     def object_name(self, msg_id: bytes) -> str:
-        """Name of the object that holds what a message refers to."""
+        """Name of the object that a message refers to."""
         return f"{self.source.name}/{msg_id.decode()}"
 
     def reference(self, name: str, content: bytes) -> dict[str, Any]:
-        """What a message says of content that is kept in the object store."""
+        """The fields by which a message refers to content in the object store."""
         return {
             "bucket": self.source.subjects.objects_bucket,
             "name": name,

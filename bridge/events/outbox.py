@@ -1,4 +1,4 @@
-"""Finished messages on their way into the ring."""
+"""Finished messages that wait for space in the ring."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class BoundedQueue(Protocol):
     """The producer's side of the ring."""
 
     def put_many(self, items: Sequence[Item], sizes: Sequence[int], start: int) -> int:
-        """Append items from `start` on while there is room; give the place of the next."""
+        """Append items from `start` on while they fit; return the index of the next."""
         ...
 
 
 class Outbox:
-    """Holds finished items in order until the ring has room for them."""
+    """Holds finished items in order until they fit into the ring."""
 
     __slots__ = ("_items", "_moved", "_sizes", "bytes_held")
 
@@ -29,9 +29,9 @@ class Outbox:
         self._items: list[Item] = []
         self._sizes: list[int] = []
         self._moved = 0
-        """How many of the items are in the ring already."""
+        """How many of the items are already in the ring."""
         self.bytes_held = 0
-        """What the items count against the ring's byte bound."""
+        """The sizes of the items, as the ring's byte bound counts them."""
 
     def __len__(self) -> int:
         return len(self._items) - self._moved
@@ -44,7 +44,7 @@ class Outbox:
         self.bytes_held += size
 
     def set_end(self, end_lsn: int) -> None:
-        """Make the newest item the final one of its transaction."""
+        """Make the newest item the last one of its transaction."""
         item = self._items[-1]
         if isinstance(item, OutgoingMessage):
             self._items[-1] = item._replace(end_lsn=end_lsn)
@@ -55,11 +55,11 @@ class Outbox:
 
     @property
     def next_size(self) -> int:
-        """How much room the first item needs in the ring."""
+        """The size of the first item that is not in the ring."""
         return self._sizes[self._moved]
 
     def move_into(self, ring: BoundedQueue) -> bool:
-        """Put items into the ring as far as there is room; True if all of them went in."""
+        """Put items into the ring while they fit; True if all of them fitted."""
         if self._items:
             self._moved = ring.put_many(self._items, self._sizes, self._moved)
             if self._moved < len(self._items):

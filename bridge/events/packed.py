@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 PACK_ROWS: Final = 500
 PACK_BYTES: Final = 96 * 1024
-"""Bounds of a packed message, counted in bytes of the log and of column names, so that they depend
-on nothing but the transaction."""
+"""Bounds of a packed message. They count bytes of the log and of column names, so that they depend
+only on the transaction and are the same when it is sent again."""
 
 
 class PackedMessages:
-    """Collects rows until another kind of change comes or a bound is reached.
+    """Collects rows until a change of another kind follows or a bound is reached.
 
-    Truncates are not packed: each is a single message.
+    A truncate is never packed with other changes.
     """
 
     def __init__(self, packaging: Packaging, outbox: Outbox, logical: LogicalMessages) -> None:
@@ -34,13 +34,13 @@ class PackedMessages:
         self._transaction = TransactionHeader(0, 0, 0)
         self._fragment = b""
         self._parts: MessageParts | None = None
-        """What the rows held back share; None while there are none."""
+        """The shared parts of the rows held back; None if there are none."""
         self._seq = 0
         self._rows: list[bytes] = []
         self._bytes = 0
 
     def begin(self, transaction: TransactionHeader, fragment: bytes) -> None:
-        """Take the transaction that the next changes belong to."""
+        """Set the transaction of the next changes."""
         self._single.begin(transaction, fragment)
         self._transaction = transaction
         self._fragment = fragment
@@ -51,7 +51,7 @@ class PackedMessages:
         return self._parts is not None or self._single.holds_change
 
     def take(self, parts: MessageParts, seq: int, body: bytes, count: int, size: int) -> None:
-        """Add this change to the rows held back, or emit those and begin anew."""
+        """Add this change to the rows held back, or emit those and hold only this one."""
         row = self._encoder.row(body, count)
         size += parts.relation.names_bytes
         if parts is self._parts and not self._logical.pending and parts.relation.notice is None:
@@ -59,7 +59,7 @@ class PackedMessages:
             if len(self._rows) < PACK_ROWS and self._bytes <= PACK_BYTES:
                 self._rows.append(row)
                 return
-        self._make_way()
+        self._emit_held()
         if parts.relation.notice is not None:
             self._outbox.add(parts.relation.take_notice(), 0)
         if parts.transaction is not self._transaction:
@@ -71,17 +71,17 @@ class PackedMessages:
 
     def take_truncate(self, parts: MessageParts, seq: int, body: bytes, count: int) -> None:
         """Emit the rows held back, and hold a truncate back."""
-        self._make_way()
+        self._emit_held()
         self._single.take_truncate(parts, seq, body, count)
 
-    def _make_way(self) -> None:
-        """Emit what is held back, and the logical messages behind it."""
+    def _emit_held(self) -> None:
+        """Emit the rows held back, and the logical messages behind them."""
         self.release(None)
         if self._logical.pending:
             self._logical.emit(None)
 
     def release(self, end_lsn: int | None) -> None:
-        """Emit what is held back; with `end_lsn` it is the last change of its transaction."""
+        """Emit the rows held back; with `end_lsn` they end their transaction."""
         parts = self._parts
         if parts is None:
             self._single.release(end_lsn)
@@ -90,9 +90,9 @@ class PackedMessages:
         self._emit(parts, self._seq, rows, end_lsn)
 
     def _emit(self, parts: MessageParts, seq: int, rows: list[bytes], end_lsn: int | None) -> None:
-        """Emit rows as one message, or by halves, or a single one by way of the object store."""
+        """Emit rows as one message; halve them if it is too large; a single one as an object."""
         msg_id = parts.message_id(seq)
-        # A row that is too large to be a message is not made one.
+        # A row that is too large for a message is not encoded as one.
         if len(rows) > 1 or len(rows[0]) <= self._packaging.room:
             payload = self._payload(parts, seq, msg_id, rows, end_lsn)
             fitted = self._packaging.fitted(parts.token, payload)

@@ -1,4 +1,4 @@
-"""Relations: as the log describes them, and compiled for reading and writing their rows."""
+"""Relations as the log describes them, compiled for reading and encoding their rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from bridge.events.values import ColumnType
 
     Writer: TypeAlias = tuple[RowWriter, int, "MessageParts", "CompiledRelation"]
-    """A writer, how many fields it gives, and what it is for."""
+    """A writer, the number of fields that it writes, and the parts of its messages."""
 
 JSON_ADAPTED_FAMILIES = frozenset({"int", "float", "bytea", "array"})
 
@@ -37,7 +37,7 @@ Fingerprint: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A relation as the log or the catalog describes it; another structure is another version."""
+    """A relation as the log or the catalog describes it; each structure is a schema version."""
 
     relation_id: int
     schema: str
@@ -56,7 +56,7 @@ class Structure:
 
 
 class MessageParts:
-    """What all messages of one operation on one relation share, also within a transaction."""
+    """What all messages of one operation on one relation share, in general and per transaction."""
 
     __slots__ = (
         "_id_middle",
@@ -99,7 +99,7 @@ class MessageParts:
         self.shared = b""
 
     def begin(self, transaction: TransactionHeader, fragment: bytes) -> None:
-        """Prepare for the messages of a transaction, of which `fragment` tells."""
+        """Prepare for the messages of a transaction; `fragment` holds its shared fields."""
         self.transaction = transaction
         self.id_head = f"{transaction.commit_lsn:x}{self._id_middle}".encode()
         self.shared = self._join(self._static, fragment)
@@ -112,8 +112,8 @@ class MessageParts:
 class CompiledRelation:
     """One relation at one schema version.
 
-    `notice`, while set, must go out before the relation's next row. The writers are there only if
-    its text is known to be `utf8` and its rows can go out without being read.
+    `notice`, if set, must be published before the relation's next row. There are writers only if
+    its text is known to be `utf8` and its rows can be published without being read.
     """
 
     __slots__ = (
@@ -156,14 +156,14 @@ class CompiledRelation:
             for name, kind in columns
             if json_messages and family(kind.base_oid, kind.element_oid) in JSON_ADAPTED_FAMILIES
         )
-        """Columns whose values must be adapted before JSON can carry them."""
+        """Columns whose values must be adapted for JSON."""
         self.insert = MessageParts(self, "INSERT", packaging)
         self.update = MessageParts(self, "UPDATE", packaging)
         self.delete = MessageParts(self, "DELETE", packaging)
         self.truncate = MessageParts(self, "TRUNCATE", packaging)
         self.commit = MessageParts(self, "COMMIT", packaging)
         self.writers: dict[bytes, Writer] = {}
-        """By the first bytes of a message: its kind, the relation, the kind of its first row."""
+        """By the first bytes of a message: message kind, relation, kind of the first row."""
         if utf8 and not json_messages and can_write(columns):
             row, key = compile_row_writer(columns), compile_row_writer(columns, only=only)
             both = compile_update_writer(columns)
@@ -179,13 +179,13 @@ class CompiledRelation:
             }
 
     def take_notice(self) -> SchemaNotice:
-        """The notice that is due; from now on none is."""
+        """Return the notice and clear it."""
         notice, self.notice = self.notice, None
         assert notice is not None
         return notice
 
     def is_same(self, other: CompiledRelation) -> bool:
-        """Whether rows read the same by either, and neither has anything to announce."""
+        """Whether both read rows in the same way and neither has a notice."""
         return (
             self.version == other.version
             and self.token == other.token

@@ -1,4 +1,4 @@
-"""What is recorded already of the changes that PostgreSQL sends again after a restart."""
+"""Skips changes that PostgreSQL sends again after a restart and that are already recorded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from consumer_sdk.wire.position import format_lsn
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where the stream's record ends: what PostgreSQL sends again of it is skipped."""
+    """The position where the stream's record ends; earlier changes are skipped."""
 
     commit_lsn: int = 0
-    """The newest transaction of which something is recorded."""
+    """The newest transaction that is recorded, at least in part."""
     next_seq: int = 0
     """Its first change that is not recorded."""
     next_ordinal: int = 0
@@ -21,17 +21,17 @@ class Resume:
     ts: int = 0
     """Its commit time."""
     must_reappear: bool = False
-    """The slot stands before that transaction: a log that does not show it again is another
-    history."""
+    """The slot is before that transaction, so the log must contain it again; if it does not, the
+    server has a different history."""
     nothing_before: int = 0
-    """The log holds no change between that transaction and this position: a log that shows one is
-    another history."""
+    """There was no change between that transaction and this position; if the log contains one, the
+    server has a different history."""
 
 
 class Replay:
-    """Tells what is recorded already of what PostgreSQL sends again.
+    """Finds the changes that PostgreSQL sends again and that are already recorded.
 
-    HistoryBroken is raised where it sends something else than what is recorded.
+    It raises HistoryBroken if PostgreSQL sends other transactions than those recorded.
     """
 
     def __init__(self, resume: Resume) -> None:
@@ -40,13 +40,13 @@ class Replay:
         self._commit_lsn = 0
         self._is_impossible = False
         self.is_recorded = False
-        """Whether nothing of this transaction is to be sent."""
+        """Whether the whole transaction is already recorded."""
         self.next_seq = 0
         self.next_ordinal = 0
-        """Otherwise the first change, and the first logical message, that is not recorded."""
+        """Else, the first change and the first logical message that are not recorded."""
 
     def begin(self, commit_lsn: int, commit_time: int) -> bool:
-        """Take the next transaction; whether there may be something to skip in it."""
+        """Begin the next transaction; True if part of it may have to be skipped."""
         resume = self._resume
         if self._must_reappear and commit_lsn >= resume.commit_lsn:
             self.expect(commit_lsn)
@@ -62,13 +62,13 @@ class Replay:
         return self.is_recorded or is_partly
 
     def skips_transaction(self) -> bool:
-        """Asked for every change: whether it is recorded with all of its transaction."""
+        """Whether the whole current transaction is already recorded; called for every change."""
         if self._is_impossible:
             raise _broken(self._commit_lsn)
         return self.is_recorded
 
     def expect(self, lsn: int) -> None:
-        """Raise where the log has passed the recorded transaction without showing it."""
+        """Raise if the log has passed the recorded transaction without containing it."""
         if self._must_reappear and lsn > self._resume.commit_lsn:
             raise _broken(self._resume.commit_lsn)
 

@@ -1,9 +1,9 @@
-"""HOT PATH: code generated per relation, from the bytes of a row to its values or to MessagePack.
+"""HOT PATH: generates code for each relation that converts a row to values or to MessagePack.
 
-This module trades beauty for speed: it writes Python source. There are two kinds of functions.
-Readers give the values of a row, for JSON messages and for whatever a writer declines. Writers give
-the row in MessagePack. Both return None where the row must take the general path in `rows`, which
-reads every row and says what is wrong with those nobody can read.
+For speed, this module generates Python source. There are two kinds of functions. Readers return
+the values of a row, for JSON messages and for rows that a writer declines. Writers return the row
+in MessagePack. Both return None if the row must take the general path in `rows`, which reads every
+valid row and reports what is wrong with an invalid one.
 
 *Walking.* For a relation of an integer and a text column, the reader of a row is
 
@@ -36,13 +36,13 @@ reads every row and says what is wrong with those nobody can read.
         except (ValueError, LookupError, OverflowError, StructError, ProtocolError):
             return None
 
-Slices do not complain past the end of the data, but then `position` ends beyond `len(data)`: the
-last comparison covers every column. A writer walks in the same way and puts MessagePack together.
+A slice past the end of the data raises no error, but then `position` is beyond `len(data)`, so the
+last comparison covers every column. A writer walks in the same way and builds MessagePack.
 
 *Splitting.* Most rows have no null and no value of 256 bytes or more. Then every column begins with
-`t` and three zero bytes, which no text of PostgreSQL contains, and one `split` gives all of them,
-each behind the byte of its length. MessagePack's strings of up to 255 bytes look just the same, so
-text is copied as it stands. For the same relation the writer of a row is
+`t` and three zero bytes, which no text of PostgreSQL contains, so one `split` separates all
+columns; each part begins with the byte of its length. MessagePack strings of up to 255 bytes have
+the same form, so text is copied unchanged. For the same relation the writer of a row is
 
     def write(data, position):
         try:
@@ -61,7 +61,7 @@ text is copied as it stands. For the same relation the writer of a row is
         except (ValueError, LookupError, OverflowError, ProtocolError):
             return walk(data, position)
 
-A part of the length it declares ends where the next column begins, so nothing is misread.
+A part that has the declared length ends where the next column begins, so no row is misread.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ if TYPE_CHECKING:
     Columns: TypeAlias = tuple[tuple[str, ColumnType], ...]
 
 KEPT_FUNCTIONS: Final = 4096
-"""How many of each kind are kept: PostgreSQL describes a relation again whenever it likes."""
+"""How many compiled functions of each kind are cached, since relations are described again."""
 SHORT_ROW: Final = 64 * 1024
-"""Longer rows are not split: the copies would cost more than they gain."""
+"""Longer rows are not split, because the copies cost more time than splitting saves."""
 LONG_ROW: Final = 1024 * 1024
-"""Longer rows are read, which takes fewer copies of them at a time."""
+"""Longer rows are read, not written, because that needs fewer copies of the row at a time."""
 _SEPARATOR: Final = b"t\0\0\0"
 _FALSE, _TRUE, _NULL, _STR8, _STR32 = b"\xc2", b"\xc3", b"\xc0", b"\xd9", b"\xdb"
 _DATA, _OLD = b"\xa4data", b"\xa3old"
@@ -111,10 +111,10 @@ def compile_row_reader(
     only: Collection[str] | None = None,
     json_messages: bool = False,
 ) -> RowReader:
-    """Compile a reader of one TupleData that gives `(row, names of raw columns)`.
+    """Compile a reader of one TupleData that returns `(row, names of raw columns)`.
 
-    The row must start at the given offset and end with the data; `only` keeps those columns, as
-    rows of kind 'K' need it.
+    The row must start at the given offset and end with the data. With `only`, the row has only
+    those columns, as rows of kind 'K' need it.
     """
     return cast("RowReader", _row_reader(tuple(columns), _frozen(only), json_messages))
 
@@ -127,14 +127,14 @@ def compile_update_reader(
 ) -> UpdateReader:
     """Compile a reader of an update's old row, 'N' and new row: `(old, new, raw columns)`.
 
-    The offset is that of the old row, of which `only` keeps those columns. None is returned also
-    where a column is raw in one of the two rows alone.
+    The offset is that of the old row; `only` limits its columns. The reader also returns None if a
+    column is raw in only one of the two rows.
     """
     return cast("UpdateReader", _update_reader(tuple(columns), _frozen(only), json_messages))
 
 
 def can_write(columns: Sequence[tuple[str, ColumnType]]) -> bool:
-    """Whether the rows of a relation can do without being read: json is always raw."""
+    """Whether a writer can handle the relation: json columns must be read, as they are raw."""
     converters = [converter_for(column_type) for _, column_type in columns]
     return all(converter is JSONB or not converter.may_be_raw for converter in converters)
 
@@ -142,10 +142,10 @@ def can_write(columns: Sequence[tuple[str, ColumnType]]) -> bool:
 def compile_row_writer(
     columns: Sequence[tuple[str, ColumnType]], *, only: Collection[str] | None = None
 ) -> RowWriter:
-    """Compile a writer of one TupleData that gives it as the field `data` in MessagePack.
+    """Compile a writer of one TupleData that returns it as the field `data` in MessagePack.
 
-    Only for text that is known to be UTF-8, and for columns that `can_write` accepts. The rest is
-    as with `compile_row_reader`.
+    It is only for text that is known to be UTF-8, and for columns that `can_write` accepts. The
+    offset and `only` are as in `compile_row_reader`.
     """
     return cast("RowWriter", _row_writer(tuple(columns), _frozen(only)))
 
@@ -211,7 +211,7 @@ def update_reader_code(
 
 
 def walking_writer_code(columns: Columns, only: frozenset[str] | None = None) -> RowCode:
-    """The code of a row's writer that takes any row but those with unchanged or raw values."""
+    """The code of a row's writer that accepts all rows without unchanged or raw values."""
     code = _WalkCode(columns, _MsgpackForm())
     row, _ = code.walk_row("new", only)
     return code.finish(f"{_DATA!r} + {row}")
@@ -235,16 +235,16 @@ class RowCode:
         self.names = {"ProtocolError": ProtocolError, "StructError": StructError, **names}
 
     def add(self, *lines: str) -> None:
-        """Write lines inside of the function's `try`."""
+        """Add lines inside the function's `try`."""
         self._lines += [f"        {line}" for line in lines]
 
     def close(self, errors: str, result: str) -> None:
-        """End the function: it gives `result` where one of the errors is raised."""
+        """End the function: it returns `result` if one of the errors is raised."""
         self._lines += [f"    except ({errors}):", f"        return {result}"]
 
     @property
     def source(self) -> str:
-        """What `compile` compiles."""
+        """The source of the function."""
         return "\n".join(self._lines) + "\n"
 
     def compile(self) -> object:
@@ -299,7 +299,7 @@ class _MsgpackForm:
 
 
 class _WalkCode(RowCode):
-    """Code that goes from column to column."""
+    """Code that reads one column after another."""
 
     def __init__(self, columns: Columns, form: _ValueForm | _MsgpackForm) -> None:
         super().__init__("walk", {"unpack": Struct(">I").unpack_from, **form.names})
@@ -307,7 +307,7 @@ class _WalkCode(RowCode):
         self._columns = [(name, form.converter(column_type)) for name, column_type in columns]
 
     def walk_row(self, prefix: str, only: Collection[str] | None) -> tuple[str, list[str]]:
-        """Write the reading of one row; give the row and the pairs that may be raw, as source."""
+        """Add code that reads one row; return source of the row and of columns that may be raw."""
         self.add(
             f"if data[position:position + 2] != {len(self._columns).to_bytes(2, 'big')!r}:",
             "    return None",
@@ -338,18 +338,18 @@ class _WalkCode(RowCode):
         return self._form.row(items), marks
 
     def expect_new_row(self) -> None:
-        """Write the step from an update's old row to its new one."""
+        """Add the step from an update's old row to its new row."""
         self.add("if data[position] != 78:", "    return None", "position += 1")
 
     def finish(self, result: str) -> RowCode:
-        """Write the end, which gives `result` where the row ends with the data."""
+        """Add the end, which returns `result` if the row ends with the data."""
         self.add("if position != len(data):", "    return None", f"return {result}")
         self.close("ValueError, LookupError, OverflowError, StructError, ProtocolError", "None")
         return self
 
 
 def splitting_writer_code(columns: Columns, walk: object) -> RowCode:
-    """The code of a row's writer that splits, with `walk` for what it leaves alone."""
+    """The code of a row's writer that splits; rows that it cannot split go to `walk`."""
     count = len(columns)
     code = RowCode(
         "write",
@@ -382,7 +382,7 @@ def splitting_writer_code(columns: Columns, walk: object) -> RowCode:
             values.append(part)
             conditions.append(whole)
         elif converter is TIMESTAMPTZ:
-            # As with years of four digits: 2025-12-12 12:00:34+00 becomes 2025-12-12T12:00:34Z.
+            # For years of four digits: 2025-12-12 12:00:34+00 becomes 2025-12-12T12:00:34Z.
             template += _STR8 + b"%c%bT%bZ"
             values += [f"{part}[0] - 2", f"{part}[1:11]", f"{part}[12:-3]"]
             conditions += [whole, f"{part}[11] == {ord(' ')}", f"{part}[-3:] == b'+00'"]
@@ -420,7 +420,7 @@ def _wrong() -> int:
 
 
 def _raw_names(marks: Sequence[str]) -> str:
-    """Source of the names of those columns that are raw."""
+    """Source of an expression for the names of the raw columns."""
     if not marks:
         return "()"
     return f"tuple([name for name, value in ({', '.join(marks)},) if is_raw(value)])"
@@ -435,5 +435,5 @@ def _packed(name: str) -> bytes:
 
 
 def _escaped(literal: bytes) -> bytes:
-    """Bytes as they stand in a template: names, lengths and counts may contain a per cent sign."""
+    """Escape bytes for a template: names, lengths and counts may contain a per cent sign."""
     return literal.replace(b"%", b"%%")

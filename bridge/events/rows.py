@@ -1,4 +1,4 @@
-"""Changes whose rows must be read, because no generated writer can take them."""
+"""The general path for rows that no generated writer accepts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EventRow:
 
 
 class RowConverter:
-    """Converts the rows of one relation, of whatever kind its columns are."""
+    """Converts the rows of one relation, whatever the types of its columns."""
 
     __slots__ = ("_columns",)
 
@@ -45,10 +45,10 @@ class RowConverter:
     def convert(
         self, row: Row, *, only: Collection[str] | None = None, as_raw: Collection[str] = ()
     ) -> EventRow:
-        """Convert a row, or `only` the named columns of one that carries nothing else ('K').
+        """Convert a row, or with `only` the named columns of a row that has no others ('K').
 
-        The jsonb columns of `as_raw` keep their text. A row that does not fit its relation raises
-        ProtocolError, which never shows a value.
+        The jsonb columns in `as_raw` keep their text. A row that does not fit its relation raises
+        ProtocolError, whose message never contains a value.
         """
         if len(row) != len(self._columns):
             raise ProtocolError(
@@ -84,9 +84,9 @@ class RowConverter:
     def convert_pair(
         self, old: Row, new: Row, *, only: Collection[str] | None = None
     ) -> tuple[EventRow, EventRow]:
-        """Convert the old row (`only` those columns of it) and the new row of one event.
+        """Convert the old row (limited to `only`) and the new row of one event.
 
-        An event has one `raw` for both, so a column that is raw in one row is so in the other.
+        An event has one `raw` for both rows, so a column that is raw in one is made raw in both.
         """
         old_row = self.convert(old, only=only)
         new_row = self.convert(new)
@@ -103,7 +103,7 @@ _INSERT, _DELETE = b"ID"
 def read_change(
     relation: CompiledRelation, frame: bytes, start: int
 ) -> tuple[MessageParts, dict[str, Any]]:
-    """What the message is made of, and the fields of the change that begins at `start`."""
+    """Read the change that begins at `start`: its message parts and its fields."""
     parts, fields = _read_change(relation, frame, start)
     if relation.json_adapted:
         _adapt_to_json(fields["data"], relation.json_adapted)
@@ -121,7 +121,7 @@ def _adapt_to_json(row: dict[str, Any], names: Sequence[str]) -> None:
 def _read_change(
     relation: CompiledRelation, frame: bytes, start: int
 ) -> tuple[MessageParts, dict[str, Any]]:
-    """Read a change by the generated readers, and by the general path where they decline."""
+    """Read a change with a generated reader, or on the general path if the reader declines."""
     kind, tag = frame[start], frame[start + 5 : start + 6]
     if tag == b"N":
         read = relation.read_row(frame, start + 6)
@@ -141,7 +141,7 @@ def _read_change(
 
 
 def _decode_change(relation: CompiledRelation, data: bytes) -> tuple[MessageParts, dict[str, Any]]:
-    """Read a change that the generated readers decline, or refuse a broken one."""
+    """Read a change that the generated readers decline; ProtocolError if it is invalid."""
     message = decode(data)
     convert = relation.converter.convert
     old: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""HOT PATH: a message for every change."""
+"""HOT PATH: makes one message for each change."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CHANGE = MessageKind.CHANGE
 
 
 class _Encoded(NamedTuple):
-    """A change that is large or to be compressed, while it is held back."""
+    """A change that is large or will be compressed, while it is held back."""
 
     parts: MessageParts
     seq: int
     msg_id: bytes
     payload: bytes
-    """Empty where the change is too large to be a message."""
+    """Empty if the change is too large for a message."""
     body: bytes
     fields: int
 
@@ -36,9 +36,9 @@ class _Encoded(NamedTuple):
 class SingleMessages:
     """Makes a message of each change and holds it back until it is known whether it is the last.
 
-    Small messages are made at once. Large ones and those to be compressed are made when they go
-    out: the fields that mark the end of a transaction are compressed with the others, and count
-    against the payload limit.
+    Small messages are made at once. Large messages, and those to be compressed, are made when they
+    are emitted, because the fields that mark the end of a transaction are compressed with the
+    others and count against the payload limit.
     """
 
     def __init__(self, packaging: Packaging, outbox: Outbox, logical: LogicalMessages) -> None:
@@ -51,14 +51,14 @@ class SingleMessages:
         self._headers = packaging.headers
         self._room = packaging.room
         self._small = 0 if packaging.compress is not None else packaging.room
-        """The largest payload of a message that is made at once."""
+        """A message with a larger payload is made when it is emitted."""
         self._transaction = TransactionHeader(0, 0, 0)
         self._fragment = b""
         self._held: OutgoingMessage | None = None
         self._held_encoded: _Encoded | None = None
 
     def begin(self, transaction: TransactionHeader, fragment: bytes) -> None:
-        """Take the transaction that the next changes belong to."""
+        """Set the transaction of the next changes."""
         self._transaction = transaction
         self._fragment = fragment
 
@@ -68,7 +68,7 @@ class SingleMessages:
         return self._held is not None or self._held_encoded is not None
 
     def take(self, parts: MessageParts, seq: int, body: bytes, count: int, size: int) -> None:
-        """Encode this change and hold it back; the one before it goes out."""
+        """Encode this change and hold it back; emit the one before it."""
         transaction = self._transaction
         if parts.transaction is not transaction:
             parts.begin(transaction, self._fragment)
@@ -82,7 +82,7 @@ class SingleMessages:
         if parts.relation.notice is not None:
             self._outbox.add(parts.relation.take_notice(), 0)
         msg_id = b"%b%d%b" % (parts.id_head, seq, parts.id_tail)
-        # What is too large to be a message is not made one.
+        # What is too large for a message is not encoded as one.
         payload = b"" if size > self._room else self._event(parts.shared, msg_id, seq, body, count)
         if 0 < len(payload) <= self._small:
             self._held = change_of_fields(
@@ -108,7 +108,7 @@ class SingleMessages:
         self._add(held, len(held.payload))
 
     def take_truncate(self, parts: MessageParts, seq: int, body: bytes, count: int) -> None:
-        """The same for a truncate."""
+        """Hold a truncate back; emit the change before it."""
         self.take(parts, seq, body, count, 0)
 
     def _emit_encoded(self, end_lsn: int | None) -> None:
@@ -125,7 +125,7 @@ class SingleMessages:
             self._add(self._message(parts, seq, msg_id, headers, payload), len(payload))
             return
         row = self._encoder.row(body, count)
-        # The row may be large: no second copy of it is kept.
+        # The row may be large, so no second copy of it is kept.
         del body, payload
         name = self._packaging.object_name(msg_id)
         body = self._encoder.body({"ref": self._packaging.reference(name, row)})

@@ -1,4 +1,4 @@
-"""Questions to PostgreSQL's catalog about tables and types."""
+"""Queries of PostgreSQL's catalog about tables and types."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WHERE n.nspname = %s AND c.relname = %s AND c.relkind IN ('r', 'p')
 
 @dataclass(frozen=True, slots=True)
 class CatalogColumn:
-    """A column as the catalog has it now."""
+    """A column as it is now in the catalog."""
 
     name: str
     is_nullable: bool
@@ -80,14 +80,14 @@ class CatalogColumn:
     type_modifier: int
     is_generated: bool
     is_backfilled: bool
-    """Whether older rows have a value in the column that was never logged."""
+    """Whether older rows have a value in the column that the log never contained."""
     number: int
     """Its attnum, which is never used twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogTable:
-    """A table as the catalog has it now."""
+    """A table as it is now in the catalog."""
 
     relation_id: int
     replica_identity: str
@@ -96,11 +96,11 @@ class CatalogTable:
     identity: tuple[str, ...]
     filenode: int | None
     is_key_deferrable: bool
-    """Whether two rows may have one primary key until their transaction ends."""
+    """Whether two rows may have the same primary key until their transaction ends."""
 
 
 class Catalog:
-    """Answers questions about tables and types over one connection; Retryable if that is lost."""
+    """Queries the catalog over one connection; Retryable if the connection is lost."""
 
     def __init__(self, conninfo: str) -> None:
         self._conninfo = conninfo
@@ -109,7 +109,7 @@ class Catalog:
         self._lock = asyncio.Lock()
 
     async def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run one query; connects when needed."""
+        """Run one query; connect if necessary."""
         async with self._lock:
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
@@ -171,7 +171,7 @@ class Catalog:
         return {oid: self._types[oid] for oid in wanted}
 
     def forget_user_types(self) -> None:
-        """Ask again about types that users can alter or drop."""
+        """Clear the cache of types that users can alter or drop."""
         self._types = {oid: kind for oid, kind in self._types.items() if oid < FIRST_USER_OID}
 
     async def format_types(self, columns: Sequence[tuple[int, int]]) -> list[str]:
@@ -181,7 +181,7 @@ class Catalog:
         return [row[0] for row in await self.rows(_FORMAT_TYPES, [oids, modifiers])]
 
     async def table_by_id(self, relation_id: int, replica_identity: str) -> CatalogTable:
-        """Columns and keys of a relation; both empty where it no longer exists."""
+        """Columns and keys of a relation; both are empty if it no longer exists."""
         attributes = await self.rows(_ATTRIBUTES, [relation_id])
         key = await self.rows(_PRIMARY_KEY, [relation_id])
         columns = tuple(
@@ -204,7 +204,7 @@ class Catalog:
         )  # fmt: skip
 
     async def table_by_name(self, schema: str, table: str) -> CatalogTable | None:
-        """The same by name; None when there is no such table."""
+        """Columns and keys of a table; None if there is no such table."""
         found = await self.rows(_RELATION, [schema, table])
         if not found:
             return None
@@ -223,7 +223,7 @@ def literal(text: str) -> str:
 
 
 def _names(index: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:
-    """Columns of an index that identifies rows; none where it does not."""
+    """The columns of an index that identifies rows, else none."""
     return tuple(name for name, identifies, *_ in index if identifies)
 
 

@@ -1,7 +1,7 @@
 """Connections to PostgreSQL.
 
-`ReplicationConnection` speaks the streaming replication protocol over libpq in COPY_BOTH mode,
-`connect_catalog` gives an ordinary connection for questions about the catalog.
+`ReplicationConnection` uses the streaming replication protocol over libpq in COPY_BOTH mode;
+`connect_catalog` opens an ordinary connection for catalog queries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from bridge.config import Settings
 
-# Values must read the same in events and snapshots, whatever the server's defaults.
+# Values must have the same text in events and snapshots, whatever the server's defaults.
 SESSION_SETTINGS: Mapping[str, str] = {
     "DateStyle": "ISO",
     "TimeZone": "UTC",
@@ -39,7 +39,7 @@ WAL_SENDER_TIMEOUT_MS = 8000
 CONNECT_TIMEOUT_SECONDS = 10
 
 CatalogConnection = psycopg.AsyncConnection[tuple[Any, ...]]
-"""An ordinary connection, for questions to the catalog."""
+"""An ordinary connection, for catalog queries."""
 
 
 def conninfo_of(settings: Settings) -> str:
@@ -82,9 +82,9 @@ def conninfo_of(settings: Settings) -> str:
 
 
 def _require_ports(ports: str, where: str) -> None:
-    """libpq looks at the ports, one for each host, only when it connects.
+    """Check the ports, one for each host: libpq checks them only when it connects.
 
-    What stands there is not shown: after a password with / in it, it is a piece of that.
+    The error does not show the text: if a password contains /, the text is a part of it.
     """
     for port in filter(None, map(str.strip, ports.split(","))):
         if not (port.isdecimal() and 1 <= int(port) <= 65535):
@@ -100,7 +100,7 @@ def _options(settings: Mapping[str, str], before: str = "") -> str:
 
 
 def _require_hosts(hosts: str, where: str) -> None:
-    """libpq takes everything after the first @ for the host, also the rest of a password."""
+    """Check the hosts: libpq takes everything after the first @ as host, even of a password."""
     # A host that begins with @ is an abstract socket.
     if any("@" in host.strip()[1:] for host in hosts.split(",")):
         raise SettingsError(f"{where}: its host has an @; in a password write it as %40")
@@ -112,14 +112,14 @@ def conninfo_parts(conninfo: str) -> dict[str, Any]:
 
 
 async def connect(conninfo: str, **parameters: Any) -> CatalogConnection:
-    """An ordinary connection in autocommit mode; errors of the driver pass through."""
+    """Open an ordinary connection in autocommit mode; raises the driver's errors."""
     return await psycopg.AsyncConnection.connect(
         conninfo, autocommit=True, prepare_threshold=None, **parameters
     )
 
 
 async def connect_catalog(conninfo: str) -> CatalogConnection:
-    """An ordinary connection in autocommit mode; an error says what the operator must do."""
+    """Open an ordinary connection in autocommit mode; errors name the remedy."""
     try:
         return await connect(conninfo)
     except psycopg.Error as error:
@@ -135,13 +135,13 @@ class Server:
     database: str
     flushed_lsn: int
     forks: tuple[tuple[int, int], ...] = ()
-    """(timeline, LSN at which history left it), oldest first."""
+    """(timeline, LSN at which the next timeline began), oldest first."""
 
 
 class ReplicationConnection:
     """One walsender session: commands first, then streaming in both directions.
 
-    All methods belong to one task, except `send_status`, which any task of the same loop may call.
+    Only one task may call the methods, except `send_status`, which any task of the loop may call.
     """
 
     def __init__(self, connection: CatalogConnection) -> None:
@@ -157,13 +157,13 @@ class ReplicationConnection:
     @classmethod
     async def connect(cls, conninfo: str) -> ReplicationConnection:
         parameters = conninfo_to_dict(conninfo)
-        # Without a search path the names in regclass, regtype and their like are qualified, as
-        # they are in snapshots.
+        # With an empty search path, regclass, regtype and similar types print qualified names,
+        # as in snapshots.
         settings = {"wal_sender_timeout": str(WAL_SENDER_TIMEOUT_MS), "search_path": ""}
         options = _options(settings, str(parameters.get("options", "")))
         target = make_conninfo(conninfo, replication="database", options=options)
         try:
-            # psycopg's own connection does the waiting, the timeouts and the host list.
+            # psycopg handles timeouts and lists of hosts while connecting.
             connection = await psycopg.AsyncConnection.connect(target, autocommit=True)
         except psycopg.Error as error:
             raise explain(error, "cannot open a replication connection") from error
@@ -175,7 +175,7 @@ class ReplicationConnection:
         return self._pgconn.backend_pid
 
     async def command(self, text: str) -> list[tuple[str | None, ...]]:
-        """Run one replication command that answers with rows."""
+        """Run one replication command that returns rows."""
         result = await self._execute(text)
         if result.status != pq.ExecStatus.TUPLES_OK:
             raise self._failure(result, text.split(maxsplit=1)[0])
@@ -188,7 +188,7 @@ class ReplicationConnection:
         ]
 
     async def identify(self) -> Server:
-        """Which server it is, and which timelines its history went through."""
+        """Identify the server and the history of its timelines."""
         try:
             system_id, timeline, position, database = (await self.command("IDENTIFY_SYSTEM"))[0]
             number = int(timeline or 0)
@@ -201,7 +201,7 @@ class ReplicationConnection:
         return Server(system_id or "", number, database or "", parse_lsn(position or "0/0"), forks)
 
     async def start_streaming(self, slot: str, publication: str, origin: str) -> None:
-        """START_REPLICATION at the position the slot itself holds."""
+        """Start replication at the slot's own position."""
         name = publication.replace('"', '""').replace("'", "''")
         options = f"proto_version '1', publication_names '\"{name}\"', messages 'true'"
         if origin == "none":
@@ -261,10 +261,10 @@ class ReplicationConnection:
                 self._loop.remove_writer(descriptor)
 
     async def wait_readable(self) -> None:
-        """Wait for more from the server, or for `wake`.
+        """Wait for data from the server, or for `wake`.
 
-        Call only after everything buffered was taken. The event loop keeps watching the socket
-        between two waits, until data comes that nobody waits for.
+        Call this only after all buffered data has been read. The event loop keeps watching the
+        socket between two waits, until data arrives while no wait is active.
         """
         self._waiting = self._loop.create_future()
         if self._watched is None:
@@ -276,7 +276,7 @@ class ReplicationConnection:
             self._waiting = None
 
     def wake(self) -> None:
-        """End the wait that is under way, if there is one."""
+        """End the current wait, if there is one."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -287,17 +287,17 @@ class ReplicationConnection:
             self._waiting.set_result(None)
 
     def unwatch(self) -> None:
-        """Let the event loop watch the socket no longer.
+        """Stop watching the socket.
 
-        Must be called as soon as libpq fails: it has closed the socket, and the next connection
-        may get the same descriptor.
+        This must be called as soon as libpq fails: libpq has closed the socket, and the next
+        connection may get the same descriptor.
         """
         if self._watched is not None:
             self._loop.remove_reader(self._watched)
             self._watched = None
 
     def consume_input(self) -> None:
-        """Move what the socket holds into libpq's buffer."""
+        """Read the socket into libpq's buffer."""
         try:
             self._pgconn.consume_input()
         except psycopg.Error as error:
@@ -305,7 +305,7 @@ class ReplicationConnection:
             raise connection_lost(error) from error
 
     def end_of_stream(self) -> Exception:
-        """Why the server ended the stream."""
+        """The reason why the server ended the stream."""
         self.unwatch()
         try:
             result = self._pgconn.get_result()
@@ -318,7 +318,7 @@ class ReplicationConnection:
     def send_status(
         self, received_lsn: int, confirmed_lsn: int, *, reply_requested: bool = False
     ) -> None:
-        """Tell PostgreSQL how far everything is stored; never waits."""
+        """Report the received and the confirmed position to PostgreSQL; never waits."""
         if self._closed:
             return
         update = build_status_update(
@@ -337,7 +337,7 @@ class ReplicationConnection:
 
     @asynccontextmanager
     async def kept_alive(self, interval: float) -> AsyncIterator[None]:
-        """Send status updates, so that the walsender does not time out while nobody reads."""
+        """Send status updates, so that the walsender does not time out before streaming begins."""
 
         async def report() -> None:
             while True:
@@ -353,7 +353,7 @@ class ReplicationConnection:
                 await task
 
     async def finish(self) -> None:
-        """Leave streaming in good order, so that the slot is free at once."""
+        """End streaming in order, so that the slot is free immediately."""
         if self._closed:
             return
         try:
@@ -372,7 +372,7 @@ class ReplicationConnection:
         await self.close()
 
     async def close(self) -> None:
-        """Drop the connection."""
+        """Close the connection."""
         if not self._closed:
             self._closed = True
             self.unwatch()

@@ -1,10 +1,10 @@
-r"""Rows of a running COPY, read in blocks: the hot path of a worker.
+r"""Reads the rows of a running COPY in blocks: the hot path of a worker.
 
-libpq hands over one row per call, which costs more than PostgreSQL needs to produce it. Where the
-connection is not encrypted, the frames are therefore read from its socket directly and cut in one
-pass: in text format a row holds no newline but its last byte, so every `\n` + `d` + four bytes is
-the end of one CopyData message and the head of the next. Everything that is not CopyData, and
-every encrypted connection, takes the ordinary way.
+libpq returns one row per call, which takes longer than PostgreSQL needs to produce it. If the
+connection is not encrypted, frames are therefore read from its socket directly and split in one
+pass: in text format the only newline of a row is its last byte, so every `\n` + `d` + four bytes is
+the end of one CopyData message and the head of the next. Other messages are parsed one by one, and
+an encrypted connection is read through libpq.
 https://www.postgresql.org/docs/current/protocol-message-formats.html
 """
 
@@ -32,10 +32,10 @@ _length: Final = struct.Struct("!I").unpack_from
 
 
 class FrameSplitter:
-    """Cuts what the server sends into rows and other messages; pure, fed with any pieces.
+    """Splits the server's bytes, in pieces of any size, into rows and other messages; no I/O.
 
-    `feed` gives the rows that are complete, without their newlines. Other messages are gathered in
-    `notices`; `finished` is set by ReadyForQuery.
+    `feed` returns the complete rows without their newlines. Other messages are collected in
+    `notices`. ReadyForQuery sets `finished`.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class FrameSplitter:
         self._head = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take the next bytes; rows that end in them come out."""
+        """Process the next bytes; return the rows that end in them."""
         if not self._in_row:
             data = self._head + data
             self._head = b""
@@ -55,7 +55,7 @@ class FrameSplitter:
                 return []
             data = rest
         elif b"\n" not in data and b"\n" not in self._row[-1]:
-            # The middle of a wide row: joining it again for every piece would be quadratic.
+            # The middle of a wide row; joining it for every piece would take quadratic time.
             self._row.append(data)
             return []
         if self._row:
@@ -83,7 +83,7 @@ class FrameSplitter:
         return rows
 
     def _messages(self, data: bytes) -> bytes | None:
-        """Read messages up to the head of a CopyData; give what follows it, None if none came."""
+        """Read messages until the head of a CopyData; return what follows it, None without one."""
         position = 0
         while len(data) - position >= _HEAD_BYTES:
             kind = data[position : position + 1]
@@ -104,10 +104,10 @@ class FrameSplitter:
 def copy_rows(
     connection: psycopg.Connection[Any], statement: str
 ) -> Generator[list[bytes], None, None]:
-    """Run a COPY and give its rows block by block, without newlines.
+    """Run a COPY and yield its rows block by block, without newlines.
 
-    An error of the server raises StatementFailed. Closing the generator early cancels the COPY; the
-    session can go on either way, after a rollback to a savepoint.
+    An error of the server raises StatementFailed. Closing the generator early cancels the COPY. In
+    both cases the session is usable again after a rollback to a savepoint.
     """
     if connection.pgconn.ssl_in_use or _is_gss_encrypted(connection):
         return _rows_through_libpq(connection, statement)
@@ -142,7 +142,7 @@ def _rows_through_libpq(
 def _rows_from_socket(
     connection: psycopg.Connection[Any], statement: str
 ) -> Generator[list[bytes], None, None]:
-    # libpq is idle and stays so: it sees neither the query nor the answer.
+    # libpq is idle and stays idle: it handles neither the query nor the answer.
     query = statement.encode() + b"\0"
     splitter = FrameSplitter()
     with socket.socket(fileno=os.dup(connection.fileno())) as wire:
@@ -175,14 +175,14 @@ def _receive(wire: socket.socket) -> bytes:
 def _cancel(
     connection: psycopg.Connection[Any], wire: socket.socket, splitter: FrameSplitter
 ) -> None:
-    """Stop the running COPY and read the socket empty, so that the session can be used again."""
+    """Cancel the COPY and read the rest of its output, so that the session can be used again."""
     connection.cancel_safe()
     while not splitter.finished:
         splitter.feed(_receive(wire))
 
 
 def error_text(body: bytes) -> str:
-    """The primary message of an ErrorResponse; its detail could hold values of rows."""
+    """The primary message of an ErrorResponse; its detail could contain values of rows."""
     for field in body.split(b"\0"):
         if field[:1] == b"M":
             return field[1:].decode(errors="replace")

@@ -1,7 +1,7 @@
-"""What a publication covers of each table, as the catalog has it at one moment.
+"""Reads from the catalog what a publication covers of each table.
 
-Beside what is published, this reads what tells that it was something else in between: OIDs, files,
-and the transactions that last wrote the catalog's rows.
+It also reads OIDs, files, and the transactions that last wrote the catalog's rows. They show that
+something was changed and changed back between two reads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SCHEMAS = """
 LEFT JOIN pg_catalog.pg_publication_namespace s ON s.pnpubid = p.oid AND s.pnnspid = n.oid
 """
 
-# Digests, because KV holds them for every table. Numbers of columns are never used twice.
+# Digests save space in KV, which holds them for every table. A column number is never reused.
 _COLUMNS = """
 SELECT c.oid::int8,
        pg_catalog.hashtextextended(string_agg(
@@ -88,7 +88,7 @@ FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamesp
 WHERE c.oid = %s::oid
 """
 
-# Rows inserted through the root after the attachment are published.
+# Rows inserted through the root after the partition was attached are published.
 _ATTACHED_ROWS = """
 SELECT EXISTS (
     SELECT 1 FROM ONLY {leaf} AS l
@@ -102,7 +102,7 @@ SELECT EXISTS (
 
 @dataclass(slots=True)
 class Covered:
-    """What the log carries of one table."""
+    """What the publication covers of one table."""
 
     schema: str
     table: str
@@ -111,41 +111,39 @@ class Covered:
     operations: str
     relation_id: int
     altered: list[int] = field(default_factory=list)
-    """The transaction that has last set the publication's options, and a digest of those beside
+    """The transaction that last set the publication's options, and a digest of the options except
     the operations."""
     named: list[int] = field(default_factory=list)
-    """The transaction that has last changed name, schema or owner of its row type, and its
-    owner."""
+    """The transaction that last changed name, schema or owner of its row type, and its owner."""
     entries: list[int] = field(default_factory=list)
     """OIDs of the rows of pg_publication_rel and pg_publication_namespace that publish it."""
     row_filter: str | None = None
     columns: str | None = None
     toast: int = 0
-    """The table of its long values, another one after ALTER TABLE has rewritten it; 0 where it has
-    none, or where PostgreSQL refuses SET UNLOGGED."""
+    """OID of its TOAST table, which differs after ALTER TABLE has rewritten the table; 0 if it has
+    none, or if PostgreSQL refuses SET UNLOGGED for the table."""
     shapes: dict[str, list[int]] = field(default_factory=dict)
-    """By a digest of names and types of its columns, the latest last: digests of their numbers and
-    of the transactions that have changed them, and the file that holds the rows."""
+    """By a digest of its columns' names and types, the latest last: digests of their numbers and
+    of the transactions that changed them, and the file that holds the rows."""
     attached: dict[str, int] = field(default_factory=dict)
-    """Partitions that are published by way of a root, by OID: the transactions that attached
-    them."""
+    """The transactions that attached the partitions that are published through a root, by OID."""
     leaves: dict[str, int] = field(default_factory=dict)
-    """Partitions below a published root, by OID, and the files that hold their rows."""
+    """The files that hold the rows of the partitions below a published root, by OID."""
     changed_by: dict[str, int] = field(default_factory=dict, compare=False)
-    """The transactions that have last changed the partitions; not remembered."""
+    """The transactions that last changed the partitions; not saved."""
     is_gone: bool = False
-    """Whether it is not published any more."""
+    """Whether the table is no longer published."""
     schema_version: int = 0
-    """The last schema version of a table that is not published any more."""
+    """The last schema version of a table that is no longer published."""
 
     @classmethod
     def gone(cls, schema_version: int) -> Self:
-        """All that is remembered of a table that is not published any more."""
+        """What is saved of a table that is no longer published."""
         return cls("", "", 0, "", 0, is_gone=True, schema_version=schema_version)
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """Read what `asdict` has written; TypeError or ValueError if it is something else."""
+        """Read a saved document; TypeError or ValueError if it is not one."""
         known = {one.name for one in fields(cls)} - {"changed_by"}
         covered = cls(**{name: value for name, value in document.items() if name in known})
         covered.leaves = {str(leaf): int(node) for leaf, node in covered.leaves.items()}
@@ -157,13 +155,13 @@ class Covered:
         return covered
 
     def remember(self, before: Covered) -> None:
-        """Keep the column digests that were read before, up to a limit."""
+        """Add the column digests of an earlier read, up to a limit."""
         older = {shape: one for shape, one in before.shapes.items() if shape not in self.shapes}
         self.shapes = dict([*older.items(), *self.shapes.items()][-SHAPES:])
 
     @property
     def document(self) -> dict[str, Any]:
-        """The coverage as KV holds it; empty fields are left out to save room."""
+        """The coverage as it is saved in KV; empty fields are left out to save space."""
         document = asdict(self)
         del document["changed_by"]
         return {name: value for name, value in document.items() if value or name in _ALWAYS}
@@ -174,7 +172,7 @@ Coverage = dict[str, Covered]
 
 
 async def read_coverage(publication: PublicationReader) -> Coverage:
-    """What the publication covers now; nothing where it does not exist."""
+    """What the publication covers now; empty if it does not exist."""
     catalog = publication.catalog
     found = await catalog.rows(_PUBLICATION, [_OPERATIONS, publication.name])
     if not found:
@@ -216,7 +214,7 @@ async def read_coverage(publication: PublicationReader) -> Coverage:
 
 
 async def has_attached_rows(catalog: Catalog, leaf: str) -> bool:
-    """Whether a partition holds rows older than its attachment; True if that is unknown."""
+    """Whether a partition has rows from before it was attached; True if that is unknown."""
     try:
         described = await catalog.rows(_LEAF, [leaf])
         if not described or not described[0][1]:

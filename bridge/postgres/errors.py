@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DriverError = psycopg.Error
-"""What every call of the driver may raise."""
+"""The exceptions that a call of the driver may raise."""
 
 INVALID_AUTHORIZATION: Final = "28000"
 INVALID_PASSWORD: Final = "28P01"  # noqa: S105
@@ -37,8 +37,8 @@ _REMEDIES = {
     TLS_REFUSED: "check PGSSLMODE, PGSSLROOTCERT, PGSSLCERT and PGSSLKEY, or DATABASE_URL",
 }
 
-# libpq has no SQLSTATE for a connection that was refused: PQerrorMessage is all there is. A server
-# that speaks another language is not recognised here, and the connection is tried again.
+# libpq has no SQLSTATE for a refused connection, only PQerrorMessage. A message in another language
+# is not recognised here, and the connection is tried again.
 _REFUSED_CONNECTIONS = (
     (("password authentication failed",), INVALID_PASSWORD),
     (("no password supplied",), INVALID_PASSWORD),
@@ -69,7 +69,7 @@ def one_line(error: Exception) -> str:
 
 
 def sqlstate_of(error: DriverError) -> str:
-    """The SQLSTATE of an error, also of a refused connection as far as it can be told; or ''."""
+    """The SQLSTATE of an error, derived from the text for a refused connection; '' if unknown."""
     if error.sqlstate:
         return error.sqlstate
     if error.pgconn is not None and error.pgconn.needs_password:
@@ -80,7 +80,7 @@ def sqlstate_of(error: DriverError) -> str:
 
 
 def explain(error: DriverError, doing: str) -> SourceError | Retryable:
-    """Turn a driver error into one that says what to do: repair, or wait and retry."""
+    """Convert a driver error to SourceError with a remedy, or to Retryable."""
     text = one_line(error)
     remedy = _REMEDIES.get(sqlstate_of(error))
     if remedy is not None:
@@ -94,22 +94,22 @@ def connection_lost(error: DriverError) -> Retryable:
 
 
 class StatementFailed(BridgeError):
-    """PostgreSQL did not do what it was asked; the message is its own, without values of rows."""
+    """PostgreSQL refused a statement; the message is PostgreSQL's, without values of rows."""
 
 
 class LockTimeout(StatementFailed):
-    """Another session holds a lock for longer than this one may wait."""
+    """Another session holds a lock longer than this session may wait."""
 
 
 def primary_message(error: psycopg.Error) -> str:
-    """What PostgreSQL says, without the detail lines that can hold values of rows."""
+    """PostgreSQL's message without the detail lines, which can contain values of rows."""
     text = error.diag.message_primary or str(error).partition("\n")[0]
     return text or type(error).__name__
 
 
 @contextmanager
 def statement_errors() -> Iterator[None]:
-    """Turn errors of the driver into StatementFailed, or LockTimeout, while the body runs."""
+    """Convert driver errors in the body to StatementFailed or LockTimeout."""
     try:
         yield
     except psycopg.errors.LockNotAvailable as error:

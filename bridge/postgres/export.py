@@ -1,7 +1,7 @@
 """The consistent point: a temporary slot whose snapshot other sessions import.
 
-An event is in the snapshot iff its commit LSN is below the slot's consistent point. PostgreSQL
-first waits for the transactions that write at that moment; the wait is reported and has a limit.
+An event is in the snapshot if and only if its commit LSN is below the slot's consistent point.
+PostgreSQL first waits for the transactions that are writing; the wait is reported and limited.
 https://www.postgresql.org/docs/current/protocol-replication.html
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Report = Callable[[list[str]], Awaitable[None]]
 
-# Names of sessions, never their statements: those hold values of rows.
+# Names of sessions, never their statements, which contain values of rows.
 BLOCKERS: Final = """
 WITH blocker AS (
     SELECT DISTINCT pg_catalog.unnest(pg_catalog.pg_blocking_pids(waiting.pid)) AS pid
@@ -64,7 +64,7 @@ CANCEL_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ExportedSnapshot:
-    """A snapshot that other sessions can import until the context that made it is left."""
+    """A snapshot that other sessions can import while the context that made it is open."""
 
     snapshot_name: str
     snapshot_lsn: int
@@ -73,7 +73,7 @@ class ExportedSnapshot:
 async def sessions_waited_for(
     connection: AsyncConnection[Any], backend_pids: Sequence[int]
 ) -> list[str]:
-    """Describe the sessions and prepared transactions that keep these backends waiting."""
+    """Describe the sessions and prepared transactions that these backends wait for."""
     pids = list(backend_pids)
     names = []
     for pid, user, database, application, state, event, age in await (
@@ -103,9 +103,9 @@ async def exported_snapshot(
     wait_limit: float,
     report: Report,
 ) -> AsyncIterator[ExportedSnapshot]:
-    """Make a consistent point; leaving the context drops the slot and ends the export.
+    """Create a consistent point; leaving the context drops the slot and ends the export.
 
-    `report` is called with the sessions waited for, also with none once the wait is over.
+    `report` is called with the sessions waited for, and with none when the wait is over.
     """
     async with await connect_session(
         conninfo, "tailrace snapshot export", replication="database"
@@ -155,9 +155,9 @@ async def reported_wait(
     report: Report,
     what: str,
 ) -> AsyncIterator[None]:
-    """Report whom the backends wait for while the body runs; StatementFailed after the limit.
+    """Report the sessions that the backends wait for; StatementFailed after the limit.
 
-    `backend_pids` may grow meanwhile: every look reads it again.
+    `backend_pids` may grow while the body runs: it is read again for every report.
     """
     seen: list[str] = []
 
@@ -189,7 +189,7 @@ async def reported_wait(
 
 
 async def _abandon(creation: asyncio.Future[Any], connection: AsyncConnection[Any]) -> None:
-    """Cancel a slot creation that nobody waits for; PostgreSQL would not notice a closed socket."""
+    """Cancel an abandoned slot creation; PostgreSQL would not notice a closed socket."""
     if creation.done():
         return
     with suppress(psycopg.Error, OSError, TimeoutError):

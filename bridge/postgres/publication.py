@@ -1,4 +1,4 @@
-"""What the catalog says about a publication and its tables."""
+"""A publication and its tables, read from the catalog."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
 WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s
 """
 
-# Sessions that hold an ACCESS EXCLUSIVE lock, or wait for one before us.
+# Sessions that hold an ACCESS EXCLUSIVE lock, or wait for one ahead of us.
 _LOCKERS = """
 SELECT DISTINCT n.nspname, c.relname, l.pid,
        concat_ws(', ', nullif(a.usename, ''), nullif(a.application_name, ''), a.state)
@@ -135,10 +135,10 @@ SELECT DISTINCT n.nspname, c.relname, l.pid,
 
 
 class PublicationReader:
-    """Asks about one publication, over a connection of its own.
+    """Reads one publication over a connection of its own.
 
-    PostgreSQL opens every table of the publication to answer, and waits while one is locked:
-    nothing that the log needs may wait behind these questions.
+    PostgreSQL opens every table of the publication for these queries and waits while one is
+    locked. The connection is separate so that decoding the log does not wait behind them.
     """
 
     def __init__(self, catalog: Catalog, name: str, server_version: int) -> None:
@@ -189,7 +189,7 @@ def _entry_sql(server_version: int) -> str:
 
 
 class TablesLocked(Retryable):
-    """PostgreSQL opens the tables of a publication to describe it, and one is locked."""
+    """A table of the publication is locked, and PostgreSQL must open it to describe it."""
 
     def __init__(self, lockers: Sequence[tuple[str, str, int | None, str]]) -> None:
         said = [
@@ -253,9 +253,9 @@ class Publication:
 async def read_publication(
     connection: psycopg.AsyncConnection[Any], publication: str, server_version: int
 ) -> Publication | None:
-    """The publication as the catalog has it now; None if there is none of that name.
+    """The publication as it is now in the catalog; None if there is none of that name.
 
-    PostgreSQL opens every table for this: TablesLocked where somebody keeps one to himself.
+    PostgreSQL opens every table for this; TablesLocked if another session has locked one.
     """
     try:
         async with connection.transaction():

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     Answer = TypeVar("Answer")
 
-# The settings of every connection, and those that a long read needs. Row security off turns a
-# silently filtered table into an error. The empty search path makes expressions qualify names.
+# The settings of every connection, and those for long reads. With row security off, a table that
+# policies would silently filter is an error. With an empty search path, names are qualified.
 SESSION: Final = {
     **SESSION_SETTINGS,
     "client_encoding": "UTF8",
@@ -44,14 +44,14 @@ JOIN pg_catalog.pg_settings s ON lower(s.name) = lower(w.name)
 async def connect_session(
     conninfo: str, application: str, **parameters: Any
 ) -> AsyncConnection[Any]:
-    """Open a session of the bridge; each statement is its own transaction."""
+    """Open a session in which each statement is its own transaction."""
     return await psycopg.AsyncConnection.connect(
         make_conninfo(conninfo, application_name=application, **parameters), autocommit=True
     )
 
 
 async def set_session(connection: AsyncConnection[Any]) -> None:
-    """Give a session the settings under which values are printed."""
+    """Apply the settings that determine how values are printed."""
     await connection.execute(SESSION_SQL, _session_parameters())
 
 
@@ -60,9 +60,9 @@ def _session_parameters() -> list[list[str]]:
 
 
 class ReconnectingSession:
-    """A session for questions now and then: one at a time, opened when first needed.
+    """A session for occasional queries: one at a time, opened when first needed.
 
-    A lock is waited for `lock_seconds` and no longer: other questions wait meanwhile.
+    A query waits at most `lock_seconds` for a lock, because other queries wait behind it.
     """
 
     def __init__(self, conninfo: str, application: str, lock_seconds: float) -> None:
@@ -73,9 +73,9 @@ class ReconnectingSession:
         self._turn = asyncio.Lock()
 
     async def ask(self, question: Callable[[AsyncConnection[Any]], Awaitable[Answer]]) -> Answer:
-        """The answer to a question; it is asked again, once, where the connection was lost.
+        """Run a query; run it once more if the connection was lost.
 
-        StatementFailed if PostgreSQL cannot be asked, LockTimeout if a lock is in the way.
+        StatementFailed if PostgreSQL cannot answer, LockTimeout if a table stays locked.
         """
         async with self._turn:
             with statement_errors():
@@ -84,12 +84,12 @@ class ReconnectingSession:
                 except psycopg.errors.LockNotAvailable:
                     raise
                 except psycopg.OperationalError:
-                    # The server may have been restarted since the last question.
+                    # The server may have been restarted since the last query.
                     await self._disconnect()
                     await stay_cancelled()
                     return await question(await self._connected())
                 except BaseException:
-                    # A statement that was cancelled half-way leaves a session in doubt.
+                    # After a cancelled statement the state of the session is unknown.
                     if self._connection is not None and not _is_idle(self._connection):
                         await self._disconnect()
                     raise
@@ -122,7 +122,7 @@ def _is_idle(connection: AsyncConnection[Any]) -> bool:
 class CopySession:
     """The session of a snapshot worker: one read-only transaction in an imported snapshot.
 
-    Every method blocks, and raises StatementFailed where PostgreSQL refuses.
+    Every method blocks, and raises StatementFailed if PostgreSQL refuses.
     """
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
@@ -157,7 +157,7 @@ class CopySession:
     ) -> None:
         try:
             if error is None:
-                # The locks are gone when this returns, which closing alone does not promise.
+                # COMMIT releases the locks before it returns; closing alone does not guarantee that.
                 self._execute("COMMIT")
         finally:
             self.connection.close()
@@ -168,7 +168,7 @@ class CopySession:
         return self.connection.info.backend_pid
 
     def set_lock_timeout(self, seconds: float) -> None:
-        """Limit how long a lock is waited for."""
+        """Limit how long a statement waits for a lock."""
         self._execute(f"SET lock_timeout = {int(seconds * 1000)}")
 
     def set_idle_timeout(self, seconds: float) -> None:
@@ -176,7 +176,7 @@ class CopySession:
         self._execute(f"SET idle_in_transaction_session_timeout = {int(seconds * 1000)}")
 
     def lock(self, statement: str) -> None:
-        """Take a lock; the transaction goes on where that fails."""
+        """Take a lock; the transaction stays usable if that fails."""
         self.set_savepoint()
         try:
             self._execute(statement)
@@ -193,7 +193,7 @@ class CopySession:
         self._execute("RELEASE SAVEPOINT tailrace")
 
     def roll_back_to_savepoint(self) -> None:
-        """Forget a statement that failed or was cancelled."""
+        """Undo a statement that failed or was cancelled."""
         self._execute("ROLLBACK TO SAVEPOINT tailrace")
 
     def _execute(self, statement: str) -> None:

@@ -50,7 +50,7 @@ class Slot:
         self._publication = publication
 
     async def require_free(self) -> None:
-        """Raise SlotInUse where another bridge streams."""
+        """Raise SlotInUse if another bridge streams."""
         rows = await self._catalog.rows(
             "SELECT active_pid FROM pg_catalog.pg_replication_slots "
             "WHERE slot_name = %s AND active_pid IS NOT NULL",
@@ -60,7 +60,7 @@ class Slot:
             raise SlotInUse(f'replication slot "{self._name}" is active for PID {rows[0][0]}')
 
     async def create_if_missing(self, server_version: int, *, failover: bool) -> int | None:
-        """Create the slot if there is none; returns the position of a slot that was created.
+        """Create the slot if it is missing; return its position if it was created.
 
         With `failover`, PostgreSQL copies the slot to standbys.
         """
@@ -83,7 +83,7 @@ class Slot:
         return parse_lsn(rows[0][0])
 
     async def drop(self) -> None:
-        """Drop the slot, as far as PostgreSQL permits; the connection to it is closed before."""
+        """Drop the slot if PostgreSQL permits it; its replication connection must be closed."""
         for _ in range(RELEASE_ATTEMPTS):
             with suppress(Retryable, SourceError):
                 await self._catalog.rows(
@@ -91,11 +91,11 @@ class Slot:
                 )
                 event(log, "slot dropped again", slot=self._name)
                 return
-            # The walsender needs a moment to notice that its client has gone.
+            # The walsender takes a moment to notice that its client has disconnected.
             await asyncio.sleep(RELEASE_PAUSE_SECONDS)
 
     async def start(self, connection: ReplicationConnection, origin: str) -> None:
-        """Begin to stream; raises SlotInUse where another bridge does."""
+        """Begin to stream; SlotInUse if another bridge streams."""
         try:
             await connection.start_streaming(self._name, self._publication, origin)
         except ReplicationRefused as error:
@@ -107,12 +107,12 @@ class Slot:
                     "replace it and have consumers bootstrap again"
                 ) from error
             if error.sqlstate == UNDEFINED_OBJECT:
-                # The slot: pgoutput looks for the publication only when it decodes a change.
+                # The missing object is the slot: pgoutput looks up the publication only later.
                 raise Retryable(error.message) from error
             raise self.explain(error) from error
 
     def explain(self, error: ReplicationRefused) -> Exception:
-        """What the error that ended the stream means for the operator."""
+        """Convert the error that ended the stream to one with a remedy."""
         if error.sqlstate == UNDEFINED_OBJECT:
             return PublicationTooNew(
                 f"publication {self._publication} is younger than slot {self._name}: the log there "
@@ -137,7 +137,7 @@ class Slot:
     async def watch_silence(
         self, connection: ReplicationConnection, silent_seconds: Callable[[], float]
     ) -> None:
-        """Raise Retryable when the server is silent and its walsender has gone."""
+        """Raise Retryable if the server sends nothing and its walsender no longer exists."""
         while True:
             await stay_cancelled()
             await asyncio.sleep(1.0)
@@ -150,6 +150,6 @@ class Slot:
             )
             if silent_seconds() < silent:
                 continue
-            # A walsender that decodes a transaction without published changes is silent.
+            # A walsender sends nothing while it decodes a transaction without published changes.
             if rows != [(connection.backend_pid,)] or silent > LONGEST_SILENCE_SECONDS:
                 raise Retryable(f"PostgreSQL has sent nothing for {silent:.0f} s")

@@ -1,12 +1,14 @@
-"""What a publication covers of each table, and changes of that which the log does not tell.
+"""Finds changes of a publication's coverage that the log does not contain.
 
-The log carries rows. That a table left the publication and came back, that it has another row
-filter, or that a partition below a published root was truncated, attached, detached or dropped,
-moves rows into or out of what is published without a word in the log. A column dropped and added
-again, or rewritten to the type it had, has other values and the same description. So the bridge
-remembers what was covered, compares it with the catalog every few seconds and after a start, and
-says `gap` in the stream: readers take a new snapshot of the table. A table may also have changed
-and changed back between two looks: the transactions that last wrote the catalog's rows tell.
+The log contains only row changes. Rows can begin or cease to be published without any row change:
+a table leaves the publication and returns, its row filter changes, or a partition below a published
+root is truncated, attached, detached or dropped. A column that is dropped and added again, or
+rewritten to its old type, has new values and the same description.
+
+The bridge therefore saves what was covered, compares it with the catalog every few seconds and
+after a start, and writes a `gap` to the stream, so that readers take a new snapshot of the table. A
+table may also change and change back between two comparisons; the transactions that last wrote the
+catalog's rows show that.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ async def unlogged_changes(
     is_filled: Callable[[str], Awaitable[bool]],
     has_truncated: Callable[[str, int], bool],
 ) -> dict[str, str]:
-    """Reasons, by token, why rows of a table are published or not without the log telling.
+    """The tables with changes that the log does not contain: a reason for each token.
 
-    `is_filled` tells of a new partition whether it brought rows along, `has_truncated` whether the
-    log has a TRUNCATE of the whole table by a transaction.
+    `is_filled` tells whether a new partition had rows when it was attached. `has_truncated` tells
+    whether the log contained a TRUNCATE of the whole table by a transaction.
     """
     changes = {}
     for token, now in found.items():
@@ -69,7 +71,7 @@ def _differences(before: Covered, now: Covered) -> Iterator[str]:
         yield ABSENT
     if before.toast and now.toast not in (0, before.toast) and _last(before) == _last(now):
         yield "it was rewritten, and may have been unlogged for a while"
-    # Readers see new columns by a new schema version. Columns that return have their old version.
+    # New columns get a new schema version, which readers see. Columns that return do not.
     for shape, (numbers, touched, filenode) in now.shapes.items():
         were = before.shapes.get(shape, [numbers, touched, filenode])
         if were[0] != numbers:
@@ -79,7 +81,7 @@ def _differences(before: Covered, now: Covered) -> Iterator[str]:
 
 
 def _is_touched(before: list[int], now: list[int]) -> bool:
-    """Whether a transaction has written something that is now the same as before."""
+    """Whether a transaction has written a catalog row that has the same contents as before."""
     return before[:1] != now[:1] and before[1:] == now[1:]
 
 

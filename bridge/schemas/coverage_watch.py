@@ -40,9 +40,9 @@ log = logging.getLogger("bridge.coverage")
 POLL_SECONDS = 5.0
 MOST_REASONS = 20
 MOST_GONE = 20_000
-"""The most tables that are remembered after they left the publication; the newest are kept."""
+"""How many tables that left the publication are saved; the newest are kept."""
 LARGE_BYTES = 32 * 1024
-"""A larger document is compressed, so that thousands of tables fit into one message."""
+"""A larger document is compressed, so that thousands of tables fit into one KV value."""
 _POSITION = """
 SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
              ELSE pg_catalog.pg_current_wal_lsn() END)::text
@@ -58,15 +58,15 @@ class GapWriter(Protocol):
 
 
 class TruncationLog(Protocol):
-    """Knows the TRUNCATEs that were read from the log."""
+    """The TRUNCATEs that were read from the log."""
 
     def has_truncated(self, token: str, xid: int) -> bool:
-        """Whether the log has a TRUNCATE of the whole table by a transaction."""
+        """Whether the log contained a TRUNCATE of the whole table by this transaction."""
         ...
 
 
 class CoverageStore:
-    """What NATS keeps of the coverage of one source, and of snapshots that a gap makes useless."""
+    """The saved coverage of one source, and the snapshots that a gap makes useless."""
 
     def __init__(self, client: Client, bucket: KeyValue, source: Source) -> None:
         self._client = client
@@ -74,7 +74,7 @@ class CoverageStore:
         self._source = source
 
     async def load(self) -> Coverage | None:
-        """What was covered in this epoch; None if nothing was saved of it."""
+        """The coverage saved in this epoch; None if there is none."""
         try:
             entry = await self._bucket.get(f"coverage.{self._source.name}")
             value = entry.value or b""
@@ -91,7 +91,7 @@ class CoverageStore:
         return coverage
 
     async def save(self, coverage: Coverage) -> None:
-        """Keep the coverage for the next comparison, also after a restart."""
+        """Save the coverage for the next comparison, even after a restart."""
         document = {
             "v": 1,
             "source": self._source.name,
@@ -105,7 +105,7 @@ class CoverageStore:
         await self._bucket.put(f"coverage.{self._source.name}", value)
 
     async def discard_snapshots(self, token: str) -> None:
-        """Let nobody begin from a snapshot of a table that was taken before a gap."""
+        """Remove the metas of a table's snapshots, so that no reader uses one from before a gap."""
         subjects = self._source.subjects
         with suppress(ApiError):
             await api(
@@ -116,7 +116,7 @@ class CoverageStore:
 
 
 class CoverageWatch:
-    """Compares what is covered with what was covered before, `known`, and reports gaps."""
+    """Compares the coverage with the one before, `known`, and reports gaps."""
 
     def __init__(
         self,
@@ -139,20 +139,21 @@ class CoverageWatch:
         self._saved: Coverage | None = None
 
     async def run(self, interval: float) -> None:
-        """Compare every `interval` seconds, at most every few; a failure is tried again then."""
+        """Compare every `interval` or POLL_SECONDS, whichever is shorter; retry after failures."""
         while True:
             await stay_cancelled()
             try:
-                await self._look()
+                await self._compare()
             except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:
                 event(log, "coverage not looked at", level=logging.DEBUG, reason=str(error))
             await asyncio.sleep(min(interval, POLL_SECONDS))
 
-    async def _look(self) -> None:
+    async def _compare(self) -> None:
         known, stored = self._known, self._tables.stored_tokens()
         found = await read_coverage(self._publication)
         if any(rewritten(known[token], found[token]) for token in known.keys() & found.keys()):
-            # A TRUNCATE of the whole table gives new files too: read the log up to here first.
+            # A TRUNCATE of the whole table creates new files too, and the log contains it: wait
+            # until the log has been read up to here.
             await self._writer.report(await self._position(), None)
         changes = await unlogged_changes(
             known,
@@ -188,7 +189,7 @@ class CoverageWatch:
         return parse_lsn(row[0])
 
     async def _announce(self, changes: dict[str, str], found: Coverage, lsn: int) -> None:
-        """Tell readers; returns when the stream has it, and everything that came before."""
+        """Write a gap for the changes; return when it and everything before it is stored."""
         if not changes:
             await self._writer.report(lsn, None)
             return

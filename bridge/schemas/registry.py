@@ -1,8 +1,8 @@
-"""Schema versions of every table: which structure the log carries, and what readers were told.
+"""Schema versions of every table: the structure in the log, and the versions that were announced.
 
 A version stands for one structure: names, types, modifiers, identity. `current` is the structure
-at the log position, `newest` the highest version given out; they differ when a snapshot met a
-change that the log has not reached yet.
+at the log position; `newest` is the highest assigned version. They differ if a snapshot has read a
+structure that the log has not reached yet.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Versions:
     stored: tuple[int, int] = (0, 0)
     """Epoch and version of the document in KV, zeros for none."""
     floor: int = 0
-    """The highest version that was given out and has no document any more."""
+    """The highest assigned version whose document no longer exists."""
 
     @property
     def newest_version(self) -> int:
@@ -57,7 +57,7 @@ class _Versions:
 
 
 class SchemaRegistry:
-    """Gives every structure its version; documents are built here and written by the caller."""
+    """Assigns a version to every structure and builds its document; the caller stores it."""
 
     def __init__(
         self,
@@ -87,19 +87,19 @@ class SchemaRegistry:
             self._versions.setdefault(token, _Versions()).floor = version
 
     def stored_tokens(self) -> set[str]:
-        """The tables of which KV holds a document."""
+        """The tables with a document in KV."""
         return {token for token in self._versions if self.is_stored(token)}
 
     def newest_version(self, token: str) -> int:
-        """The highest version given out for a table, 0 for none."""
+        """The highest version assigned for a table, 0 for none."""
         return self._versions[token].newest_version if token in self._versions else 0
 
     def note_removed(self, token: str) -> None:
-        """KV holds no document of the table any more."""
+        """Note that KV no longer holds a document of the table."""
         self._versions[token].stored = (0, 0)
 
     def needs_announcement(self, token: str, version: int) -> bool:
-        """Whether the last schema message in the stream has another version."""
+        """Whether the table's last schema message in the stream has another version."""
         return self._versions[token].announced != version
 
     def needs_storing(self, token: str, document: Document) -> bool:
@@ -120,7 +120,7 @@ class SchemaRegistry:
     async def version_for(
         self, structure: Structure, types: Sequence[ColumnType], *, lsn: int, from_log: bool
     ) -> Document:
-        """The document for a structure; `needs_storing` tells what to do with it."""
+        """The document for a structure; `needs_storing` tells whether it must be stored."""
         async with self._lock:
             return await self._version_for(structure, types, lsn=lsn, from_log=from_log)
 
@@ -158,10 +158,10 @@ class SchemaRegistry:
         return document
 
     async def _catalog_table(self, structure: Structure) -> CatalogTable:
-        """The table as the catalog has it; it may be older than the log for a moment.
+        """The table in the catalog, which may be older than the log for a moment.
 
-        PostgreSQL sends a commit before other sessions can see it. What the catalog does not have
-        after that was changed again.
+        PostgreSQL sends a commit before other sessions can see it. If the catalog still differs
+        after a wait, the table was changed again.
         """
         wanted = {name for name, *_ in structure.columns}
         for pause in (*[VISIBLE_POLL_SECONDS] * VISIBLE_POLLS, 0):
@@ -231,7 +231,7 @@ class SchemaRegistry:
     async def from_catalog(
         self, schema: str, table: str, published: Collection[str] | None, lsn: int
     ) -> Document | None:
-        """The document for the table as the catalog has it now; None where it is gone."""
+        """The document for the table as it is now in the catalog; None if it does not exist."""
         found = await self._catalog.table_by_name(schema, table)
         if found is None:
             return None

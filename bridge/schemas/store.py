@@ -1,4 +1,4 @@
-"""Schema documents in the KV bucket; a table belongs to one source."""
+"""Schema documents in the KV bucket; each table belongs to one source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Identity = tuple[int, int]
 
 
 def identity_of(document: Document) -> Identity:
-    """What orders the documents of one table."""
+    """Epoch and version, by which the documents of one table are ordered."""
     return document.get("epoch", 0), document.get("schema_version", 0)
 
 
@@ -42,7 +42,7 @@ def read_document(value: bytes) -> Document | None:
 
 
 class SchemaStore:
-    """The bucket `schemas`. A table's document is replaced by a later one of its source only."""
+    """The bucket `schemas`; only a later document of the same source replaces a document."""
 
     def __init__(self, bucket: KeyValue, *, source: str, as_json: bool) -> None:
         self._bucket = bucket
@@ -50,14 +50,14 @@ class SchemaStore:
         self._as_json = as_json
         self._lock = asyncio.Lock()
         self._known: dict[str, Identity] = {}
-        """What this bridge has read or written of each table."""
+        """The documents that this bridge has read or written, by table."""
 
     async def load(self) -> dict[str, Document]:
-        """All documents by table token, however many in one go."""
+        """All documents by table token."""
         documents = {}
         watcher = await self._bucket.watchall(ignore_deletes=True)
         try:
-            # None says that everything stored has been seen.
+            # None follows the last stored value.
             while entry := await watcher.updates():  # type: ignore[no-untyped-call]
                 document = read_document(entry.value or b"")
                 if document is not None:
@@ -68,7 +68,7 @@ class SchemaStore:
         return documents
 
     def refuse_foreign(self, document: Document | None) -> None:
-        """Stop where the stored document of a table is that of another source."""
+        """Raise TableTaken if the document of a table belongs to another source."""
         if document is None or document.get("source") == self._source:
             return
         name = format_table_name(str(document.get("schema")), str(document.get("table")))
@@ -78,10 +78,10 @@ class SchemaStore:
         )
 
     async def put(self, token: str, document: Document) -> None:
-        """Store a document unless a later one is there already.
+        """Store a document unless KV holds a later one.
 
-        TableTaken if the table belongs to another source, SchemaOvertaken if another bridge of
-        this source has stored a version that this one knows nothing of.
+        TableTaken if the table belongs to another source. SchemaOvertaken if another bridge of
+        this source has stored a version that this bridge has neither read nor written.
         """
         value = encode(document, as_json=self._as_json)
         async with self._lock:
@@ -104,7 +104,7 @@ class SchemaStore:
         raise nats.errors.TimeoutError
 
     def _is_before(self, token: str, held: Document, document: Document) -> bool:
-        """Whether the document must replace the one that is held."""
+        """Whether the held document must be replaced by this one."""
         found, ours = identity_of(held), identity_of(document)
         if found == ours and fingerprint_of(held) == fingerprint_of(document):
             return False
@@ -116,7 +116,7 @@ class SchemaStore:
         return found < ours
 
     async def remove(self, token: str) -> None:
-        """Take a table of this source out of the bucket."""
+        """Remove a table of this source from the bucket."""
         async with self._lock:
             try:
                 entry = await self._bucket.get(token)
@@ -127,7 +127,7 @@ class SchemaStore:
                 await self._bucket.delete(token)
 
     async def release(self) -> int:
-        """Give up every table of this source."""
+        """Remove every table of this source from the bucket; return how many there were."""
         released = 0
         for token, document in (await self.load()).items():
             if document.get("source") == self._source:

@@ -1,4 +1,4 @@
-"""The published tables: each gets its schema version, from the log or from the catalog."""
+"""Published tables and their schema versions, from the log or from the catalog."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ log = logging.getLogger("bridge.tables")
 TABLE_POLL_SECONDS = 5.0
 
 Versioned = tuple[Structure, "list[ColumnType]", int, SchemaNotice | None]
-"""A relation, its types, its version, and the schema message due before its next row."""
+"""A relation, its types, its version, and the schema notice due before its next row."""
 
 
 class PublishedTables:
-    """Gives the tables of a publication their versions, and stores their documents."""
+    """Assigns schema versions to the tables of a publication and stores their documents."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class PublishedTables:
         self._store = store
         self._confirmed_lsn = confirmed_lsn
         self._overtaken: SchemaOvertaken | None = None
-        self.all_stored = asyncio.Event()
-        """Set once every table has been looked at."""
+        self.first_pass_done = asyncio.Event()
+        """Set after the first attempt to store the schemas of all tables."""
 
     async def from_log(self, message: Relation, commit_lsn: int) -> Versioned:
         """The version of a relation as the log describes it."""
@@ -76,7 +76,7 @@ class PublishedTables:
         return structure, types, version, notice
 
     async def ensure_schema(self, schema: str, table: str) -> Document:
-        """The document of the table as the catalog has it now, stored in KV."""
+        """Store and return the document of the table as it is now in the catalog."""
         published = await self._publication.columns(schema, table)
         document = await self._registry.from_catalog(
             schema, table, published, self._confirmed_lsn()
@@ -94,9 +94,9 @@ class PublishedTables:
         return document
 
     async def store_new(self, interval: float) -> None:
-        """Give every published table its schema, also those that never had a change.
+        """Store the schema of every published table, even of tables without any change.
 
-        Looks for new tables every `interval` seconds, or every few.
+        New tables are looked up every `interval`, or more often if that is long.
         """
         while True:
             await stay_cancelled()
@@ -108,19 +108,19 @@ class PublishedTables:
                 event(log, "schemas not refreshed", level=logging.DEBUG, reason=str(error))
             if self._overtaken is not None:
                 raise self._overtaken
-            self.all_stored.set()
+            self.first_pass_done.set()
             await asyncio.sleep(min(interval, TABLE_POLL_SECONDS))
 
     def stored_tokens(self) -> set[str]:
-        """The tables of which KV holds a document."""
+        """The tables with a document in KV."""
         return self._registry.stored_tokens()
 
     def newest_version(self, token: str) -> int:
-        """The highest version given out for a table, 0 for none."""
+        """The highest version assigned for a table, 0 for none."""
         return self._registry.newest_version(token)
 
     async def release(self, token: str) -> None:
-        """Remove the document of a table that is not published any more, if there is one."""
+        """Remove the document of a table that is no longer published, if there is one."""
         if self._registry.is_stored(token):
             event(log, "table is not published any more", table=token)
             await self._store.remove(token)

@@ -33,7 +33,7 @@ def array_converter(element: Converter, delimiter: str = ",", *, raw: bool = Fal
     def to_list(data: bytes) -> Value:
         if data[:1] == b"[":
             return to_text(data)
-        # Nothing quoted, nested or null: elements are what stands between the delimiters.
+        # Nothing is quoted, nested or null: the text between two delimiters is an element.
         if b'"' not in data and data.rfind(b"{") == 0 and data.find(b"}") == len(data) - 1:
             inside = data[1:-1]
             if not inside:
@@ -56,7 +56,7 @@ def array_converter(element: Converter, delimiter: str = ",", *, raw: bool = Fal
 
 @lru_cache(maxsize=16)
 def _tokens(separator: bytes) -> re.Pattern[bytes]:
-    """Braces, delimiters, quoted elements and bare elements; nothing else is an array literal."""
+    """Tokens of an array literal: braces, delimiters, quoted elements and bare elements."""
     mark = re.escape(separator)
     return re.compile(
         rb"(?P<mark>[{}]|" + mark + rb")"

@@ -1,4 +1,4 @@
-"""What a converter is, and the values it gives."""
+"""Converters of column values, and the values that they return."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Value: TypeAlias = bool | int | float | str | bytes | list[Any] | dict[str, Any]
 class ColumnType:
     """The type of a column, with its domain resolved.
 
-    `base_oid` is the type behind a domain, else `oid`; `element_oid` is the element type of an
-    array (its domain resolved too), else 0; `element_delimiter` is that type's `typdelim`.
+    `base_oid` is the base type of a domain, else `oid`. `element_oid` is the element type of an
+    array (its domain resolved too), else 0. `element_delimiter` is that type's `typdelim`.
     """
 
     oid: int
@@ -50,12 +50,12 @@ def is_raw(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Converter:
-    """Turns the text PostgreSQL sends for one type into a value.
+    """Converts PostgreSQL's text form of one type to a value.
 
-    `convert` raises ProtocolError for text that the type cannot print. `inline`, where given, is
-    the same conversion as a Python expression over `{}`; on bad text it raises ValueError or
-    KeyError, and names it uses stand in `names`. Only where `may_be_raw` can `is_raw` be true.
-    `plain` promises that text with a backslash is refused, so that COPY need not unescape it.
+    `convert` raises ProtocolError for text that is not a value of the type. `inline`, if given, is
+    the same conversion as a Python expression over `{}`; it raises ValueError or KeyError for such
+    text, and `names` holds the names that it uses. If `may_be_raw` is false, no value is raw. If
+    `plain` is true, text with a backslash is refused, so that COPY text need not be unescaped.
     """
 
     convert: Callable[[bytes], Value]

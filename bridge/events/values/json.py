@@ -1,8 +1,8 @@
-"""json stays text; jsonb is decoded where encoding it again gives the very same jsonb.
+"""json stays text; jsonb is decoded if encoding it again gives exactly the same jsonb.
 
-PostgreSQL keeps jsonb numbers as `numeric`: any number of digits, trailing zeros included. What a
-64-bit integer or a double cannot give back digit by digit keeps its text, and the whole value with
-it, as a `RawText`.
+PostgreSQL stores jsonb numbers as `numeric`, with any number of digits and with trailing zeros. If
+a 64-bit integer or a double cannot reproduce all digits of a number, the whole jsonb value stays
+text, as a `RawText`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _exact_float(text: str) -> float:
 
 def _exact_int(smallest: int, largest: int) -> Callable[[str], int]:
     def exact_int(text: str) -> int:
-        # Longer text is out of range in any case; int() refuses thousands of digits anyhow.
+        # Longer text is out of range, and int() refuses thousands of digits.
         if len(text) > 20:
             raise _InexactError
         value = int(text)

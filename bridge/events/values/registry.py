@@ -1,4 +1,4 @@
-"""Which converter a column's type takes."""
+"""Chooses the converter for a column's type."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _BY_FAMILY: Final[Mapping[str, Converter]] = {
 def converter_for(column_type: ColumnType, *, json_messages: bool = False) -> Converter:
     """The converter for a type; enums, ranges, composites and unknown types keep their text.
 
-    With `json_messages` a jsonb that holds an integer beyond 2^53 stays text, since JSON messages
-    carry such integers as text and nobody could tell it from a string.
+    With `json_messages`, a jsonb with an integer beyond 2^53 stays text: JSON messages carry such
+    integers as text, and readers could not distinguish them from strings.
     """
     kind = family(column_type.base_oid, column_type.element_oid)
     if kind == "jsonb" and json_messages:
@@ -49,6 +49,6 @@ def converter_for(column_type: ColumnType, *, json_messages: bool = False) -> Co
     delimiter = ";" if element_oid == oids.BOX else column_type.element_delimiter
     element = family(element_oid)
     if element in ("json", "jsonb"):
-        # One name in `raw` covers a column, so elements are text either all or none.
+        # A name in `raw` covers the whole column, so either all elements are text or none.
         return array_converter(scalars.TEXT, delimiter, raw=True)
     return array_converter(scalars.TEXT if element == "array" else _BY_FAMILY[element], delimiter)

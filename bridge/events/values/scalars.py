@@ -1,8 +1,8 @@
-"""Scalar types: bool, integers, floats, bytea and timestamps have a form of their own.
+"""Converters of bool, integers, floats, bytea, timestamps and text.
 
-Everything else travels as PostgreSQL prints it: numeric, which has no size limit, dates and times,
-uuid, enums, ranges and unknown types. Timestamps take ISO 8601's spelling; infinity, -infinity and
-years BC have none and keep PostgreSQL's.
+All other types keep the text that PostgreSQL prints: numeric (which has no size limit), dates,
+times, uuid, enums, ranges and unknown types. Timestamps are written as in ISO 8601; infinity,
+-infinity and years BC have no such form and keep PostgreSQL's.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def to_timestamp(data: bytes) -> str:
 
 
 def _zoned(text: str) -> str:
-    # A session in another zone would print another offset: such text is exact as it stands.
+    # A session in another time zone prints another offset; such text is exact and kept.
     if text.endswith("+00"):
         return text[:-3].replace(" ", "T", 1) + "Z"
     return text
@@ -88,7 +88,7 @@ BOOL = Converter(to_bool, inline="booleans[{}]", names=(("booleans", _BOOLEANS),
 INTEGER = Converter(to_int, inline="int({})", plain=True)
 FLOAT = Converter(to_float, inline="float({})", plain=True)
 BYTEA = Converter(to_bytes)
-# Years of four digits take the short way, which is the same for them.
+# Timestamps with a year of four digits are converted inline, with the same result.
 TIMESTAMPTZ = Converter(
     to_timestamptz,
     inline='(t[:10] + "T" + t[11:-3] + "Z" if (t := {}.decode())[10:11] == " "'
