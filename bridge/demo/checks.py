@@ -1,4 +1,4 @@
-"""The result: what was committed is what the stream, the mirror and the lake hold."""
+"""The final checks: the stream, the mirror and the lake hold exactly what was committed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SUMS: Final = {
 async def check_stream(
     console: Console, committed: CommittedChanges, stream: StreamReader
 ) -> list[str]:
-    """Wait for the last change, then compare with the server's own counts; the differences."""
+    """Wait for the last change, then compare with the stream's counts; return the differences."""
     with console.step("waiting for the last change to arrive") as step:
         if await stream.holds_end_mark(ARRIVAL_SECONDS):
             step.done("the last change has arrived in the stream")
@@ -65,7 +65,7 @@ async def check_stream(
 
 
 def count_table(made: Counter[tuple[str, str]], stored: Counter[tuple[str, str]]) -> list[str]:
-    """What was committed, by table and operation, beside what is stored."""
+    """A table of the committed and the stored changes, by table and operation."""
     rows = []
     for token in shop.tokens():
         counts = [made[token, operation] for operation in _OPERATIONS]
@@ -76,7 +76,7 @@ def count_table(made: Counter[tuple[str, str]], stored: Counter[tuple[str, str]]
 
 
 def differences(made: Counter[tuple[str, str]], stored: Counter[tuple[str, str]]) -> list[str]:
-    """One phrase for each table and operation whose counts are not the same."""
+    """A description of each table and operation whose counts differ."""
     return [
         f"{token} {operation}: {made[token, operation]:,} committed,"
         f" {stored[token, operation]:,} stored"
@@ -100,7 +100,7 @@ async def wait_for_mirror(
                 return ["the mirror has no tables to compare"]
             step.show()
             await asyncio.sleep(POLL_SECONDS)
-            await asyncio.to_thread(observer.look)
+            await asyncio.to_thread(observer.refresh)
         step.done("the mirror has all tables")
     return []
 
@@ -125,7 +125,7 @@ async def verify_mirror(
 
 @dataclass(frozen=True)
 class TableSummary:
-    """What one engine says about one table."""
+    """Row count and checksum of one table in one engine."""
 
     rows: int
     total: str
@@ -175,7 +175,7 @@ async def check_lake(console: Console, programs: Programs, dsn: str, directory: 
 
 
 def disagreements(engines: dict[str, dict[str, TableSummary]]) -> list[str]:
-    """A sentence for every table that is not the same in all engines."""
+    """A sentence for every table that differs between the engines."""
     found = []
     for token in shop.tokens():
         answers = {engine: tables.get(token) for engine, tables in engines.items()}
@@ -203,7 +203,7 @@ def _read_source(dsn: str) -> dict[str, TableSummary]:
 
 
 def _read_by_duckdb(lake: Path) -> dict[str, TableSummary]:
-    """Through Arrow: DuckDB's own reader of Delta tables is an extension it has to download."""
+    """Read the lake with DuckDB through Arrow; DuckDB would have to download its Delta reader."""
     import duckdb
     from deltalake import DeltaTable
 

@@ -1,4 +1,4 @@
-"""`bridge demo`: everything at once on servers of its own, and a checked result at the end."""
+"""`bridge demo`: runs all parts on embedded servers and checks the result at the end."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _SPARK_PACKAGES: Final = ("pyspark", "pandas", "deltalake", "duckdb")
 
 
 def run_demo(seconds: float | None, spark: bool, port: int) -> int:
-    """Run the demonstration; 0 if everything that was committed is found everywhere, else 1.
+    """Run the demonstration; 0 if all committed changes are found everywhere, else 1.
 
-    It leaves neither processes nor directories behind, however it ends.
+    However it ends, it leaves no processes and no directories behind.
     """
     console = Console()
     if seconds is None and not console.live:
@@ -63,7 +63,7 @@ def run_demo(seconds: float | None, spark: bool, port: int) -> int:
     try:
         return asyncio.run(Demo(console, seconds, spark=spark, port=port).run())
     except BrokenPipeError:
-        # Nobody reads any more: nothing may be written at exit either.
+        # The reader has closed the pipe, so nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -80,7 +80,7 @@ def _require_spark() -> None:
 class Demo:
     """Runs the demonstration from the start of the servers to the last check.
 
-    While the shop is open Ctrl-C closes it and the checks follow; at any other time it ends all.
+    Ctrl-C during the workload ends the workload, and the checks follow; otherwise it ends all.
     """
 
     def __init__(self, console: Console, seconds: float | None, *, spark: bool, port: int) -> None:
@@ -93,14 +93,14 @@ class Demo:
         self._ended_by: signal.Signals | None = None
 
     async def run(self) -> int:
-        """The exit code; everything started has ended and is removed."""
+        """Run it and return the exit code; then all processes and files are removed."""
         task = asyncio.current_task()
         assert task is not None
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(signum, self._on_signal, signum, task)
         try:
             with ExitStack() as stack:
-                return self._conclude(await self._play(stack))
+                return self._conclude(await self._run_parts(stack))
         except asyncio.CancelledError:
             if self._ended_by is None:
                 raise
@@ -118,12 +118,12 @@ class Demo:
             self._cancel(task)
 
     def _cancel(self, task: asyncio.Task[object]) -> None:
-        # Again, if need be: before Python 3.12 `wait_for` may swallow a cancellation.
+        # Repeated, because before Python 3.12 `wait_for` may swallow a cancellation.
         if not task.done():
             task.cancel()
             asyncio.get_running_loop().call_later(CANCEL_SECONDS, self._cancel, task)
 
-    async def _play(self, stack: ExitStack) -> list[str]:
+    async def _run_parts(self, stack: ExitStack) -> list[str]:
         # Both raise where they are not installed, before anything is started.
         nats_server = NatsServer()
         stack.callback(nats_server.close)
@@ -141,7 +141,7 @@ class Demo:
                 "DATABASE_URL": dsn,
                 "PGPASSWORD": password,
                 "NATS_URL": nats_server.url,
-                # So often that the dashboard has something to show in a short demonstration.
+                # Short intervals, so that the dashboard changes in a short demonstration.
                 "BRIDGE_WAL_CHECK_INTERVAL": "1s",
             },
         )
@@ -280,11 +280,11 @@ class Demo:
             if not bridge.running:
                 raise bridge.failure(f"ended with exit code {bridge.exit_code}")
             sequence = view.stream.last_sequence
-            await in_thread(partial(view.observer.look, sequence))
+            await in_thread(partial(view.observer.refresh, sequence))
             view.mirror_ended = not mirror.running
             if view.observer.mirror_rows and needs_snapshots:
-                # Spark reads snapshots in Arrow's format. Taken now, while the shop is open, they
-                # leave it changes to apply.
+                # Spark reads snapshots in Arrow's format. They are taken during the workload, so
+                # that Spark also has changes to apply.
                 needs_snapshots = False
                 await view.stream.request_snapshots({"format": "arrow"})
             await asyncio.sleep(LOOK_SECONDS)
@@ -312,7 +312,7 @@ class Demo:
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call a blocking function in a thread; a cancellation waits for its end."""
+    """Call a blocking function in a thread; a cancellation waits until it returns."""
     future = asyncio.get_running_loop().run_in_executor(None, function)
     try:
         return await asyncio.shield(future)

@@ -1,4 +1,4 @@
-"""What the demonstration sees of the stream, the mirror, the source and the bridge."""
+"""Reads the stream, the mirror, the source and the bridge for the demonstration."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class StreamReader:
             )
 
     async def counts(self) -> Counter[tuple[str, str]]:
-        """How many events nats-server itself says it holds, by table and operation."""
+        """Numbers of events, as nats-server counts them, by table and operation."""
         found: Counter[tuple[str, str]] = Counter()
         for subject, count in (await self._held(self._subjects.cdc_all)).items():
             change = self._subjects.split_change(subject)
@@ -115,9 +115,9 @@ class StreamReader:
 
 
 class Observer:
-    """Row counts of the source and the mirror, and the bridge's status, as of the last `look`.
+    """Row counts of source and mirror, and the bridge's status, as of the last `refresh`.
 
-    While the mirror shows no tables yet, `mirror_loaded` says how many it has copied.
+    While the mirror has no tables yet, `mirror_loaded` is the number of copied tables.
     """
 
     def __init__(self, dsn: str, http_port: int, mirror_path: Path) -> None:
@@ -130,20 +130,20 @@ class Observer:
         self._http_port = http_port
         self._mirror_path = mirror_path
 
-    def look(self, stream_sequence: int = 0) -> None:
-        """Read everything again; blocking. What does not answer keeps its last state.
+    def refresh(self, stream_sequence: int = 0) -> None:
+        """Read everything again; blocking. The values of a part that does not answer stay.
 
-        The mirror is compared with `stream_sequence`, which was read before.
+        The mirror's position is compared with `stream_sequence`.
         """
         with suppress(psycopg.Error):
-            self._look_at_source()
+            self._read_source()
         with suppress(sqlite3.Error):
-            self._look_at_mirror(stream_sequence)
+            self._read_mirror(stream_sequence)
         status, body = http_get(self._http_port, "/status")
         if status == http.client.OK:
             self.bridge_status = json.loads(body)
 
-    def _look_at_source(self) -> None:
+    def _read_source(self) -> None:
         counts = sql.SQL(", ").join(
             sql.SQL("(SELECT count(*) FROM {})").format(sql.Identifier(*name))
             for name in shop.TABLES
@@ -152,7 +152,7 @@ class Observer:
             row = source.execute(sql.SQL("SELECT {}").format(counts)).fetchone()
         self.source_rows = dict(zip(shop.tokens(), row or (), strict=True))
 
-    def _look_at_mirror(self, stream_sequence: int) -> None:
+    def _read_mirror(self, stream_sequence: int) -> None:
         if not self._mirror_path.exists():
             return
         address = f"{self._mirror_path.as_uri()}?mode=ro"
@@ -187,7 +187,7 @@ def bridge_is_ready(http_port: int) -> bool:
 
 
 def http_get(http_port: int, path: str) -> tuple[int | None, bytes]:
-    """Status and body of the bridge's answer; no status where it does not answer."""
+    """Status and body of the bridge's answer; the status is None if it does not answer."""
     connection = http.client.HTTPConnection(LOOPBACK, http_port, timeout=TIMEOUT_SECONDS)
     with closing(connection):
         try:
@@ -199,4 +199,4 @@ def http_get(http_port: int, path: str) -> tuple[int | None, bytes]:
 
 
 async def _ignore(_error: Exception) -> None:
-    """The client reconnects by itself; meanwhile the counts stand still."""
+    """The client reconnects by itself; until then the counts do not change."""

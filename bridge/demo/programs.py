@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-# What the user has set for a real database must not lead a command of the demonstration there.
+# Settings of the user for a real database must not affect the demonstration.
 _CONFIGURING: Final = ("BRIDGE_", "PG", "POSTGRES_", "NATS_", "DATABASE_URL", "SPARK_")
-# Java leaves nothing in the system's temporary directory, and does not spend longer on compiling
-# than on the little it has to do.
+# Java must leave no files in the system's temporary directory, and must not spend more time on
+# compiling than on its little work.
 _JAVA_OPTIONS: Final = ("-XX:-UsePerfData", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 _SPARK_SETTINGS: Final = "spark.ui.enabled false\n"
 POLL_SECONDS: Final = 0.1
@@ -30,7 +30,7 @@ POLL_SECONDS: Final = 0.1
 class Programs:
     """Starts commands that find PostgreSQL and NATS through their environment.
 
-    Their output goes to files in `directory`, which is deleted should this process be killed.
+    Their output goes to files in `directory`, which is deleted even if this process is killed.
     """
 
     def __init__(self, directory: Path, variables: dict[str, str]) -> None:
@@ -91,7 +91,7 @@ async def wait_for_end(
 async def complete(
     process: GuardedProcess, timeout: float, meanwhile: Callable[[], None]
 ) -> str | None:
-    """Let a command run to its end; None if it succeeded, else what went wrong in a sentence."""
+    """Run a command to its end; None if it succeeded, else a sentence about the failure."""
     code = await wait_for_end(process, timeout, meanwhile)
     if code is None:
         process.kill()
@@ -116,10 +116,10 @@ async def interrupt(process: GuardedProcess, timeout: float = 15) -> int | None:
 
 
 def output(process: GuardedProcess) -> list[str]:
-    """What a process has printed so far, by lines."""
+    """The lines that a process has printed so far."""
     return process.log_path.read_text(errors="replace").splitlines()
 
 
 def command_line(program: str, *arguments: str) -> str:
-    """The command as one would type it."""
+    """The command as a user would type it."""
     return shlex.join([program, *arguments])

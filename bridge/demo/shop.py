@@ -1,4 +1,4 @@
-"""The shop of the demonstration: six small tables that between them need most of the protocol."""
+"""The database of the demonstration: six small tables that use most of the protocol."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ A_DESCRIPTION: Final = """
 
 
 def new_products(count: int) -> str:
-    """INSERT of products, each with values of its own."""
+    """INSERT of products with different values."""
     return f"""
 INSERT INTO products (name, price, tax_rate, weight_kg, rating, in_stock, stock, tags, prices_seen,
     attributes, raw_feed, thumbnail, first_sold, opens_at, changed_at, available_at, lead_time,
@@ -166,7 +166,7 @@ _SEED: Final = (
 
 
 def set_up(connection: psycopg.Connection) -> int:
-    """Create the tables with their first rows, and the publication; how many rows there are."""
+    """Create the tables with their first rows, and the publication; return the row count."""
     with connection.transaction():
         connection.execute(SCHEMA)
         rows = sum(connection.execute(statement.encode()).rowcount for statement in _SEED)

@@ -68,7 +68,7 @@ class Console:
         return columns, lines
 
     def paint(self, colour: str, text: str) -> str:
-        """The text in a colour, where there are colours."""
+        """The text in a colour, if the terminal has colours."""
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self._colours else text
 
     def line(self, text: str = "") -> None:
@@ -190,7 +190,7 @@ def pad(text: str, columns: int, *, right: bool = False) -> str:
 
 @dataclass
 class View:
-    """One frame of the live view; its sources change while it is drawn."""
+    """The live view; its sources change while it is drawn."""
 
     committed: CommittedChanges
     stream: StreamReader
@@ -209,7 +209,7 @@ class View:
         return time.monotonic() - self.begun
 
     def sample(self) -> None:
-        """Note the counts for the rates; to be called a few times a second."""
+        """Save the counts, from which rates are computed; call it a few times a second."""
         now = time.monotonic()
         self._samples.append((now, dict(self.stream.stored)))
         while len(self._samples) > 2 and now - self._samples[1][0] >= _RATE_WINDOW_SECONDS:
@@ -217,7 +217,7 @@ class View:
         self._rates.append(self.rate())
 
     def rate(self, token: str | None = None) -> float:
-        """Events stored per second lately, of one table or of all."""
+        """Recent rate of stored events per second, of one table or of all."""
         if len(self._samples) < 2:
             return 0.0
         (then, before), (now, after) = self._samples[0], self._samples[-1]
@@ -350,7 +350,7 @@ def event_line(event: Event, paint: Paint, columns: int) -> str:
 
 
 def short(value: Any) -> str:
-    """A value in a few characters that cannot steer the terminal."""
+    """A value shortened and without control characters."""
     if value is None:
         return "null"
     if isinstance(value, bytes):

@@ -1,4 +1,4 @@
-"""People in the shop: concurrent sessions whose changes are counted when they commit."""
+"""The workload of the demonstration: concurrent sessions; changes are counted on commit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bridge.errors import SourceError
 
 SESSIONS: Final = 3
 
-# A session that does not get a lock soon gives up, instead of holding up everybody behind it.
+# A session that does not get a lock soon gives up, so that it does not block the others.
 LOCK_TIMEOUT_MS: Final = 1000
 CONFLICTS: Final = (
     psycopg.errors.DeadlockDetected,
@@ -27,12 +27,12 @@ CONFLICTS: Final = (
 )
 ROLLED_BACK_SHARE: Final = 0.04
 
-# Pauses between transactions grow and shrink over a cycle, so that the rates are seen to move.
+# Pauses between transactions grow and shrink in a cycle, so that the rates visibly change.
 LONGEST_PAUSE_SECONDS: Final = 0.06
 SHORTEST_PAUSE_SECONDS: Final = 0.005
 CYCLE_SECONDS: Final = 20.0
 
-# Not so often that a copy of the table would always have to begin again.
+# Rare enough that a copy of the table need not always begin again.
 FIRST_TRUNCATE_SECONDS: Final = 2.0
 TRUNCATE_EVERY_SECONDS: Final = 15.0
 TRUNCATE: Final = ("TRUNCATE visits",)
@@ -93,7 +93,7 @@ DELETE_OLD: Final = (
     *_DELETE_PICKED,
 )
 
-# The statements of each transaction, and how often it happens beside the others.
+# The statements of each transaction, and its relative frequency.
 TRANSACTIONS: Final[dict[tuple[str, ...], int]] = {
     _PLACE_ORDER: 23,
     (
@@ -175,7 +175,7 @@ class CommittedChanges:
 
 
 class Workload:
-    """Runs the sessions until told to stop; `committed` counts what they have committed."""
+    """Runs the sessions until `stop`; `committed` counts the committed changes."""
 
     def __init__(self, dsn: str) -> None:
         self.committed = CommittedChanges()
@@ -184,7 +184,7 @@ class Workload:
         self._begun = self._next_truncate = time.monotonic()
 
     def stop(self) -> None:
-        """Let every session finish its transaction and end; `run` returns then."""
+        """Let every session finish its transaction and end; then `run` returns."""
         self._stopping.set()
 
     async def run(self) -> None:

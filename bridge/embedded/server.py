@@ -1,4 +1,4 @@
-"""What the embedded servers share: starting on a free port, stopping, freezing, removing."""
+"""The base of the embedded servers: starting on a free port, stopping, suspending, removing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EmbeddedServer(ABC):
         self.directory = directory
         self.log_path = directory / log_name
         self._temporary = temporary
-        # Clients that know the port could not find the server on another one.
+        # A port that clients know must not change.
         self._port_is_known = port is not None
         self._process: GuardedProcess | None = None
 
@@ -83,7 +83,7 @@ class EmbeddedServer(ABC):
             self._process = self._start_process()
 
     def wait_until_ready(self, timeout: float = 60) -> None:
-        """Return when the server is ready for clients; raise with its log if it does not get so."""
+        """Return when the server is ready for clients; raise with its log if it fails to."""
         for _ in range(PORT_ATTEMPTS):
             process = self._launched()
             poll_until(lambda: not self.running or self._is_ready(), timeout)
@@ -119,12 +119,12 @@ class EmbeddedServer(ABC):
             self._process.signal_tree(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let a frozen server go on."""
+        """Resume a suspended server."""
         if self._process is not None:
             self._process.signal_tree(signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop the server, by force if it must be; delete a temporary directory."""
+        """Stop the server, by force if necessary; delete a temporary directory."""
         if self._process is not None:
             self.thaw()
             self._process.send_signal(self.discard_signal if self._temporary else self.stop_signal)

@@ -157,7 +157,7 @@ class CopySession:
     ) -> None:
         try:
             if error is None:
-                # COMMIT releases the locks before it returns; closing alone does not guarantee that.
+                # COMMIT releases the locks before it returns; closing does not guarantee that.
                 self._execute("COMMIT")
         finally:
             self.connection.close()

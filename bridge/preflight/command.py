@@ -52,14 +52,14 @@ async def run_check(
         colour = stream.isatty() and "NO_COLOR" not in os.environ
         width = max(min(shutil.get_terminal_size((100, 25)).columns, 120), 60)
         text = format_text(findings, colour=colour, width=width)
-    # The exit code is the answer, also for whoever does not read all of it.
+    # The exit code is valid even if the reader closes the pipe early.
     with suppress(BrokenPipeError):
         print(text, file=stream, flush=True)
     return exit_code(findings)
 
 
 async def check(settings: Settings) -> list[Finding]:
-    """Every finding on both sides; a side that cannot be reached is a finding too."""
+    """All findings about PostgreSQL and NATS; an unreachable server is a finding too."""
     try:
         found, source = await _check_source(settings)
     except DriverError as error:
@@ -69,7 +69,7 @@ async def check(settings: Settings) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What the NATS side is compared with; no position where PostgreSQL cannot be streamed."""
+    """Facts of PostgreSQL for the checks of NATS; no position if streaming is impossible."""
 
     tables: list[tuple[str, str]] = field(default_factory=list)
     position: SlotPosition | None = None

@@ -1,4 +1,4 @@
-"""Checks whether the bridge would continue without a gap: the decision of its start."""
+"""Checks whether the bridge would continue without a gap, as it decides at its start."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _WHY_ACCEPTED = "--on-gap=new-epoch is set: a new epoch begins, and consumers bo
 
 @dataclass(frozen=True, slots=True)
 class SlotPosition:
-    """Where a slot stands; `confirmed_lsn` is None where there is no such slot."""
+    """The position of a slot; `confirmed_lsn` is None if there is no such slot."""
 
     confirmed_lsn: int | None
     active: bool
 
 
 async def read_slot_position(connection: CatalogConnection, slot: str) -> SlotPosition:
-    """To be called before the record is read: a running bridge moves the record first."""
+    """Read the slot before the record, because a running bridge advances the record first."""
     cursor = await connection.execute(
         "SELECT confirmed_flush_lsn::text, active FROM pg_catalog.pg_replication_slots "
         "WHERE slot_name = %s",
@@ -66,10 +66,10 @@ async def check_continuity(
     position: SlotPosition,
     accepts_gap: bool = False,
 ) -> list[Finding]:
-    """What the start would decide on this slot, stream and server; nothing is written.
+    """What a start would decide for this slot, stream and server; nothing is written.
 
-    Neither the end of the stream nor that of the server's log is read before the record, which a
-    running bridge may move on meanwhile.
+    The end of the stream and of the server's log are read after the record, because a running
+    bridge may advance all of them meanwhile.
     """
     try:
         records = await _reader(client, subjects, slot)
@@ -113,10 +113,10 @@ def _decide(
     stream: StreamState | None,
     tail_id: str | None,
 ) -> Continuity:
-    """What the start decides from what slot and stream hold; one that is gone is left out."""
+    """The decision of a start; a missing slot or stream is left out of the comparison."""
     progress = record.progress or {}
     if position.active:
-        # A bridge that stops in good order confirms everything, whatever it publishes now.
+        # A running bridge confirms everything when it stops, so its publication may change.
         publication = str(progress.get("publication") or publication)
     return decide(
         record,
@@ -139,7 +139,7 @@ def _gap(
     stream: StreamState | None,
     subjects: Subjects,
 ) -> str | None:
-    """Why the start would not continue; it creates a missing slot or stream at another position."""
+    """Why a start would not continue: it would create a missing slot or stream elsewhere."""
     if decision.first:
         return None
     recorded = format_lsn(record.recorded_lsn)

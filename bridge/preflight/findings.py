@@ -1,4 +1,4 @@
-"""A finding with its fix, and the report: worst first for people, JSON for programs."""
+"""Findings with their fixes, and the report: text with the worst first, or JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Side = Literal["postgres", "nats"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result; `fix` is SQL or a command, one statement a line, and empty when all is well.
+    """One result; `fix` is SQL or a command, one statement a line, and empty if all is well.
 
-    `blocks` marks a problem with which the bridge cannot stream at all; other problems break a
-    part, such as the snapshot of one table.
+    With a problem that `blocks`, the bridge cannot stream at all; other problems affect a part,
+    such as the snapshot of one table.
     """
 
     severity: Severity
@@ -49,7 +49,7 @@ def problem(
 
 
 def raise_if_blocked(findings: Iterable[Finding]) -> None:
-    """Raise the first finding that keeps the bridge from streaming, as a one-line error."""
+    """Raise the first finding that prevents streaming, as a one-line error."""
     for finding in findings:
         if finding.blocks:
             kind = SourceError if finding.side == "postgres" else BrokerError
@@ -67,7 +67,7 @@ _PLAIN = "\x1b[0m"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 when the bridge can run safely, warnings allowed; else 3."""
+    """0 if the bridge can run safely, even with warnings; else 3."""
     has_problem = any(finding.severity == "problem" for finding in findings)
     return EXIT_NOT_USABLE if has_problem else EXIT_OK
 

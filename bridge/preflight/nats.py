@@ -1,4 +1,4 @@
-"""The NATS half of the preflight."""
+"""Checks the NATS side: server, account, streams, buckets and permissions."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ async def check_nats(
     tables: Iterable[tuple[str, str]] = (),
     monitor_url: str = "",
 ) -> list[Finding]:
-    """Every finding on server, account, streams and buckets; nothing is changed or created.
+    """All findings about server, account, streams and buckets; nothing is changed or created.
 
-    `tables` are (schema, name) pairs that `source` is going to publish.
+    `tables` are (schema, name) pairs that `source` will publish.
     """
     version = client.connected_server_version
     found = list(_version((version.major, version.minor, version.patch)))

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 REFUSAL_ROUNDS = 5
 REFUSAL_PAUSE_SECONDS = 0.05
-# The protocol reports a violation as text only: -ERR 'Permissions Violation for …'.
+# The protocol reports a violation only as text: -ERR 'Permissions Violation for …'.
 _VIOLATION = re.compile(
     r"permissions violation for (publish|subscription) to \"([^\"]+)\"", re.IGNORECASE
 )
-# Makes JetStream refuse the message, so that the trial leaves nothing behind.
+# Makes JetStream refuse the message, so that the trial stores nothing.
 _NOT_STORED = {"Nats-Expected-Stream": "none-such"}
 
 
 def stream_names(subjects: Subjects) -> list[str]:
-    """Streams behind everything the bridge writes: the two streams, the buckets, the objects."""
+    """All streams that the bridge writes to, including those of buckets and objects."""
     return [
         subjects.cdc_stream,
         subjects.init_stream,
@@ -75,7 +75,7 @@ def bridge_subscribes(subjects: Subjects) -> list[str]:
 
 
 def consumer_publishes(subjects: Subjects) -> list[str]:
-    """Subjects a consumer must be allowed to publish to; none of them changes what is stored."""
+    """Subjects a consumer must be allowed to publish to; none of them changes stored data."""
     return [
         f"{subjects.snapshot}.request.>",
         "$JS.API.INFO",
@@ -123,7 +123,7 @@ def _trials(subjects: Subjects) -> dict[str, tuple[str, bytes]]:
 
 
 async def check_permissions(options: Mapping[str, Any], subjects: Subjects) -> list[Finding]:
-    """Try what the bridge will do, on a separate connection; nothing is stored or created."""
+    """Try the bridge's requests on a separate connection; nothing is stored or created."""
     refused: set[tuple[str, str]] = set()
 
     async def note(error: Exception) -> None:
@@ -142,7 +142,7 @@ async def check_permissions(options: Mapping[str, Any], subjects: Subjects) -> l
             await client.flush()
             if ("subscription", request.lower()) in refused:
                 break
-            # On a busy machine the refusal may come after the answer to a ping.
+            # On a busy machine the refusal may arrive after the answer to a ping.
             await asyncio.sleep(REFUSAL_PAUSE_SECONDS)
         else:
             await subscription.unsubscribe()

@@ -45,9 +45,9 @@ async def check_postgres(
     open_transaction_seconds: float = 60.0,
     try_decoding: bool = True,
 ) -> list[Finding]:
-    """Every finding on the server, the role, the publication and the slot.
+    """All findings about the server, the role, the publication and the slot.
 
-    The connection must be in autocommit mode; nothing is changed, the slot is not moved.
+    The connection must be in autocommit mode. Nothing is changed; the slot is not advanced.
     """
     facts = await read_facts(connection, slot)
     found = check_server(facts)

@@ -58,7 +58,7 @@ SELECT 'prepared transaction ' || quote_literal(gid), owner::text, 'prepared',
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What one query says about the server, the role and the slot."""
+    """Facts about the server, the role and the slot, read by one query."""
 
     version: int
     version_text: str
@@ -84,7 +84,7 @@ class ServerFacts:
 
 
 async def read_facts(connection: CatalogConnection, slot: str) -> ServerFacts:
-    """Everything the server checks need, in one query."""
+    """Read the facts that the server checks need."""
     cursor = await connection.execute(_FACTS, [slot, slot])
     row = await cursor.fetchone()
     assert row is not None
@@ -282,9 +282,9 @@ def _statistics_right(facts: ServerFacts) -> Finding:
 async def check_open_transactions(
     connection: CatalogConnection, seconds: float, *, sees_all: bool
 ) -> list[Finding]:
-    """Writing transactions open for long: they delay every snapshot and hold WAL back.
+    """Find long-running writing transactions, which delay every snapshot and keep WAL.
 
-    Without the right to see other sessions, finding none proves nothing and gives no finding.
+    Without the right to see other sessions, the absence of such transactions is not reported.
     """
     cursor = await connection.execute(_OPEN_TRANSACTIONS, {"seconds": seconds})
     found = []

@@ -18,10 +18,10 @@ def setup_sql(
     tables: Sequence[tuple[str, str]] = (),
     creates_publication: bool = True,
 ) -> str:
-    """Statements for psql as a superuser; running them again changes nothing.
+    """Statements to run in psql as a superuser; running them again changes nothing.
 
-    `tables` are (schema, name) pairs to publish and read. Without any, the publication is for all
-    tables and the role reads the schema public, later tables included.
+    `tables` are (schema, name) pairs to publish and read. If there are none, the publication is for
+    all tables, and the role may read all present and future tables of the schema public.
     """
     lines = [
         "-- Run by a superuser in psql, connected to the database that is to be streamed.",

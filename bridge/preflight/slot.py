@@ -1,4 +1,4 @@
-"""Checks the replication slot: whether it belongs to us, is valid and can decode."""
+"""Checks the replication slot: whether it is a slot of the bridge, is valid and can decode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PEEK_TIMEOUT_MS = 10_000
 
 QUERY_CANCELED = "57014"
-# In use by a bridge, too far behind to decode within the time-out, or not ours to try.
+# The slot is in use, too far behind to decode within the time-out, or not permitted to the role.
 _NOT_JUDGED = (OBJECT_IN_USE, QUERY_CANCELED, INSUFFICIENT_PRIVILEGE)
 
 _SLOTS = """
@@ -73,7 +73,7 @@ async def read_slots(connection: CatalogConnection, major: int) -> list[SlotFact
 def check_slots(
     slots: list[SlotFacts], name: str, facts: ServerFacts, warn_bytes: int
 ) -> list[Finding]:
-    """Our own slot, and others that fill the disk."""
+    """Check the bridge's slot, and other slots that fill the disk."""
     own = next((slot for slot in slots if slot.name == name), None)
     found = list(_own(own, name, facts, warn_bytes))
     if own is not None and facts.major >= 17:
@@ -173,7 +173,7 @@ def _failover(own: SlotFacts, slots: list[SlotFacts]) -> Iterator[Finding]:
 async def check_decoding(
     connection: CatalogConnection, slot: str, publication: str
 ) -> list[Finding]:
-    """Let the slot decode one transaction, without moving it, as the bridge will."""
+    """Decode one transaction from the slot, as the bridge will, without advancing the slot."""
     query = (
         "SELECT count(*) FROM pg_logical_slot_peek_binary_changes(%s, NULL, 1, "
         "'proto_version', '1', 'publication_names', %s)"

@@ -1,4 +1,4 @@
-"""Checks existing streams and buckets: settings that lose, refuse or slow down changes."""
+"""Checks existing streams and buckets for settings that lose, refuse or delay changes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def read_monitor(url: str) -> dict[str, Any]:
 
 
 def check_durability(replicas: int, varz: dict[str, Any] | None) -> Iterator[Finding]:
-    """What acknowledged changes survive: a killed server, a lost one, a power cut."""
+    """Which failures acknowledged changes survive: a killed server, a lost one, a power cut."""
     if varz is None:
         if replicas >= 3:
             yield ok(
@@ -87,7 +87,7 @@ WINDOW_ENTRY_BYTES = 250
 
 
 def update_command(config: Config, **changes: object) -> str:
-    """The command that changes settings of a stream and leaves the others as they are."""
+    """The command that changes some settings of a stream and keeps the others."""
     body = json.dumps({**config, **changes}, separators=(",", ":"))
     return f"nats req '$JS.API.STREAM.UPDATE.{config['name']}' {shlex.quote(body)}"
 
@@ -261,7 +261,7 @@ def check_stream(info: dict[str, Any], subjects: str, *, is_cdc: bool) -> Iterat
 
 
 def _with_memory(finding: Finding, info: dict[str, Any]) -> Finding:
-    """Add how much memory the window takes at the mean rate of the stream."""
+    """Add the memory that the window takes at the mean rate of the stream."""
     if finding.code != "stream-duplicate-window":
         return finding
     window = info["config"]["duplicate_window"] / NANOSECONDS
@@ -326,7 +326,7 @@ def _outlives(age: int, other: int) -> bool:
 
 
 def check_bucket(config: Config) -> Iterator[Finding]:
-    """A KV bucket must keep its keys for ever, and on disk."""
+    """Check that a KV bucket keeps its keys for ever, and on disk."""
     name = config["name"].removeprefix("KV_")
     if config["max_age"] > 0:
         yield Finding(
@@ -349,7 +349,7 @@ def check_bucket(config: Config) -> Iterator[Finding]:
 
 
 def check_replicas(info: dict[str, Any]) -> Iterator[Finding]:
-    """In a cluster a stream should have three replicas."""
+    """Check that a stream in a cluster has replicas."""
     config = info["config"]
     if info.get("cluster", {}).get("name") and config["num_replicas"] < 3:
         yield Finding(

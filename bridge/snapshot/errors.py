@@ -1,4 +1,4 @@
-"""Errors of snapshots, by what becomes of the request.
+"""Errors of snapshots, by their effect on the request.
 
 Refused
     The request is answered with the reason; no snapshot was begun.
@@ -14,11 +14,11 @@ from bridge.errors import BridgeError
 
 
 class Refused(BridgeError):
-    """A request that cannot be granted; the message says why, and what can be asked instead."""
+    """A request is refused; the message gives the reason and an alternative."""
 
 
 class ForeignTable(BridgeError):
-    """A table that another source of the same stream publishes."""
+    """Another source of the same stream publishes the table."""
 
 
 class SnapshotError(BridgeError):

@@ -1,4 +1,4 @@
-"""What the coordinator and a worker say to each other, one line of JSON for each message.
+"""The messages between the coordinator and a worker; each is one line of JSON.
 
     coordinator      worker
     CopyTask      →                connects to NATS and PostgreSQL, imports the snapshot
@@ -13,7 +13,7 @@
                   ←  CopyDone           the next CopyTask may come
                   ←  WorkerFailed       instead of any other: the process ends
 
-A worker sends Alive every few seconds beside all that. `table` is an index of the task's tables.
+In addition, a worker sends Alive every few seconds. `table` is an index of the task's tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class ServerAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a worker reaches PostgreSQL and NATS; `nats` are the settings that name them."""
+    """How a worker connects to PostgreSQL (`conninfo`) and to NATS (`nats`, its settings)."""
 
     conninfo: str
     nats: dict[str, Any]
@@ -47,7 +47,7 @@ class TrainedDictionary(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class TableTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One table to be copied; `train` asks for a dictionary from its rows."""
+    """One table to copy; with `train`, the worker trains a dictionary from its rows."""
 
     description: TableDescription
     snapshot_id: str
@@ -58,7 +58,7 @@ class TableTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CopyTask(Message, frozen=True):
-    """Everything a worker must know to copy tables of one export."""
+    """Everything that a worker needs to copy tables of one export."""
 
     worker: int
     access: ServerAccess
@@ -72,14 +72,14 @@ class CopyTask(Message, frozen=True):
 
 
 class LockTables(Message, frozen=True):
-    """Lock every table; wait and keep the locks no longer than this."""
+    """Lock every table; limits the wait for the locks and the idle time with them."""
 
     lock_seconds: float
     idle_seconds: float
 
 
 class StartCopying(Message, frozen=True):
-    """Every worker holds its locks and the tables are as they were."""
+    """All workers hold their locks, and the tables have not changed."""
 
 
 class CopyPiece(Message, frozen=True):
@@ -90,11 +90,11 @@ class CopyPiece(Message, frozen=True):
 
 
 class NoMorePieces(Message, frozen=True):
-    """Send what is left, then be done."""
+    """No piece is left: send the remaining rows, then CopyDone."""
 
 
 class ChunkNumber(Message, frozen=True):
-    """The number of the chunk that waits for one."""
+    """The number for the chunk that the worker is ready to send."""
 
     number: int
 
@@ -104,7 +104,7 @@ class TableCancelled(Message, frozen=True):
 
 
 class Alive(Message, frozen=True):
-    """The worker may be slow, but it does not hang."""
+    """The worker does not hang, although it may be slow."""
 
 
 class Connected(Message, frozen=True):
@@ -153,13 +153,13 @@ class DictionaryTrained(Message, frozen=True):
 
 
 class TableFinished(Message, frozen=True):
-    """Every row that this worker has read of the table is in an acknowledged chunk."""
+    """All rows that this worker has read from the table are in acknowledged chunks."""
 
     table: int
 
 
 class TableFailed(Message, frozen=True):
-    """The table cannot be copied; the worker goes on with others."""
+    """The table cannot be copied; the worker continues with others."""
 
     table: int
     error: str
@@ -203,21 +203,21 @@ _reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
 def encode(message: Command | Report) -> bytes:
-    """The message as a line."""
+    """Encode a message as one line."""
     return _encoder.encode(message) + b"\n"
 
 
 def decode_command(line: bytes) -> Command:
-    """Read a line of the coordinator; SnapshotError if it is no command."""
+    """Decode a line from the coordinator; SnapshotError if it is not a command."""
     try:
         return _commands.decode(line)
     except _DAMAGED:
-        # The error's own text can quote the message, which holds credentials.
+        # The error's own text can quote the message, which contains credentials.
         raise SnapshotError("the bridge sent its snapshot worker no valid message") from None
 
 
 def decode_report(line: bytes) -> Report:
-    """Read a line of a worker; SnapshotError if it is no report."""
+    """Decode a line from a worker; SnapshotError if it is not a report."""
     try:
         return _reports.decode(line)
     except _DAMAGED:
@@ -225,7 +225,7 @@ def decode_report(line: bytes) -> Report:
 
 
 def unexpected(message: Command | Report) -> SnapshotError:
-    """The error for a message that has no place at this point of the conversation."""
+    """The error for a message that the protocol does not allow at this point."""
     return SnapshotError(
         f"the bridge and a snapshot worker disagree: {type(message).__name__} was not expected"
     )

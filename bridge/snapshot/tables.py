@@ -1,8 +1,8 @@
-"""What the catalogs say about a table to be copied: its columns, row filter and heaps.
+"""Describes a table to be copied: its columns, row filter and heaps, read from the catalog.
 
-Two looks at a table are compared to prove that no DDL came between the consistent point and the
-read: a rewrite under an older snapshot reads as an empty table, without an error, and renames and
-added columns show through it.
+Two descriptions are compared to prove that no DDL ran between the consistent point and the copy. A
+table that was rewritten meanwhile would be empty in the older snapshot, without an error, and new
+names and columns would be visible in it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ WHERE a.attrelid = %(oid)s AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attnum
 """
 
-# pg_relation_filenode also answers for mapped relations, and sees through this session's snapshot.
+# pg_relation_filenode also supports mapped relations, and ignores this session's snapshot.
 HEAPS: Final = """
 SELECT n.nspname, c.relname, c.oid, pg_catalog.pg_relation_filenode(c.oid),
        pg_catalog.pg_relation_size(c.oid) / pg_catalog.current_setting('block_size')::int,
@@ -78,7 +78,7 @@ ORDER BY c.oid
 
 @dataclass(frozen=True, slots=True)
 class CopyColumn:
-    """A column that is copied; `position` counts the published ones from 1."""
+    """A column to copy; `position` numbers the published columns from 1."""
 
     number: int
     position: int
@@ -88,7 +88,7 @@ class CopyColumn:
     is_nullable: bool
 
     def to_document(self) -> dict[str, Any]:
-        """What its type and place are, in the fields of schema documents."""
+        """Its type and position, in the fields of schema documents."""
         return {
             "name": self.name,
             "position": self.position,
@@ -105,7 +105,7 @@ class CopyColumn:
 class Heap:
     """One heap that holds rows of the table: the table itself, or a leaf partition.
 
-    A leaf that the bridge may read only through its root is not `readable`.
+    If the bridge may read a leaf only through its root, the leaf is not `readable`.
     """
 
     schema: str
@@ -117,7 +117,7 @@ class Heap:
 
 @dataclass(frozen=True, slots=True)
 class HeapSize:
-    """How large one heap is, as far as the catalogs know."""
+    """The size of one heap, as the catalog estimates it."""
 
     blocks: int
     total_bytes: int
@@ -126,7 +126,7 @@ class HeapSize:
 
 @dataclass(frozen=True, slots=True)
 class TableDescription:
-    """A table as one look at the catalogs finds it; equal descriptions read equally."""
+    """A table as the catalog describes it; with equal descriptions, its rows read the same."""
 
     schema: str
     table: str
@@ -159,7 +159,7 @@ class TableDescription:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of blocks of one heap; without an `end` up to its end, without a `heap` all of them.
+    """A range of blocks of one heap: without `end` up to its end; without `heap` the whole table.
 
     `heap` is an index of the table's `heaps`.
     """
@@ -172,7 +172,7 @@ class Piece:
 async def describe_table(
     connection: CatalogConnection, publication: str, schema: str, table: str
 ) -> tuple[TableDescription, tuple[HeapSize, ...]]:
-    """Look at a table; Refused where it is unknown, not published or not readable."""
+    """Describe a table; Refused if it is unknown, not published or not readable."""
     name = format_table_name(schema, table)
     found = await (await connection.execute(FIND_TABLE, [schema, table])).fetchone()
     if found is None:
@@ -233,12 +233,12 @@ def _why_not_published(name: str, kind: str, is_partition: bool, publication: st
 
 
 def cut(table: TableDescription, sizes: Sequence[HeapSize]) -> list[Piece]:
-    """Pieces that together are the whole table, each about as long to copy as the others."""
+    """Divide a table into pieces that take about the same time to copy."""
     if not all(heap.readable for heap in table.heaps):
         return [Piece(None)]
     pieces = []
     for index, size in enumerate(sizes):
-        # Wide values live outside the heap, but they belong to its blocks.
+        # TOASTed values are outside the heap, but are copied with its blocks.
         step = size.blocks
         if size.total_bytes > PIECE_BYTES:
             step = max(FEWEST_BLOCKS, size.blocks * PIECE_BYTES // size.total_bytes)
@@ -251,7 +251,7 @@ def cut(table: TableDescription, sizes: Sequence[HeapSize]) -> list[Piece]:
 
 
 def useful_workers(sizes: Sequence[HeapSize], most: int) -> int:
-    """How many processes a copy of this size can occupy."""
+    """How many workers are useful for a copy of this size."""
     total = sum(size.total_bytes for size in sizes)
     return max(1, min(most, total // PIECE_BYTES + 1))
 
@@ -281,6 +281,6 @@ def copy_sql(table: TableDescription, piece: Piece) -> str:
 
 
 def lock_sql(table: TableDescription) -> str:
-    """The lock that keeps every ALTER and TRUNCATE away, on all partitions of a root."""
+    """The lock that prevents ALTER and TRUNCATE; it includes all partitions of a root."""
     only = "" if table.partitioned else "ONLY "
     return f"LOCK TABLE {only}{quote(table.schema)}.{quote(table.table)} IN ACCESS SHARE MODE"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def is_loopback(host: str) -> bool:
-    """True for localhost and loopback addresses, without looking anything up."""
+    """True for localhost and loopback addresses; makes no DNS query."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -52,7 +52,7 @@ def host_name(authority: str) -> str:
 
 
 def refuse_foreign_host(bound_host: str, headers: Mapping[str, str]) -> str | None:
-    """Why a request to a loopback-bound port is refused, or None: it must name a loopback host."""
+    """Why a request is refused, or None: on a loopback address it must name a loopback host."""
     if is_loopback(bound_host) and not is_loopback(host_name(headers.get("Host", ""))):
         return "this port answers only to requests for localhost"
     return None
@@ -83,7 +83,7 @@ def refuse_shutdown(
         return 403, foreign
     if admin_token:
         scheme, _, given = headers.get("Authorization", "").partition(" ")
-        # Bytes of a header that are no UTF-8 come as lone surrogates.
+        # aiohttp decodes invalid UTF-8 in a header to lone surrogates.
         sent = given.strip().encode(errors="surrogateescape")
         matches = hmac.compare_digest(sent, admin_token.encode())
         if scheme.lower() != "bearer" or not matches:
@@ -113,7 +113,7 @@ _HEADERS = {
 
 
 class HttpServer:
-    """Serves the stats on one port; requests only read, but for an authorised `POST /shutdown`."""
+    """Serves the stats on one port; only an authorised `POST /shutdown` changes anything."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class HttpServer:
         self._sampling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listen; `port` is the bound one afterwards. SettingsError if the port cannot be had."""
+        """Listen and set `port` to the bound port; SettingsError if that is not possible."""
         app = web.Application(middlewares=[self._guard], client_max_size=64 * 1024)
         app.router.add_get("/", self._get_page)
         app.router.add_get("/health", self._get_health)
@@ -150,7 +150,7 @@ class HttpServer:
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/streams/info", self._get_stream_info)
         app.router.add_post("/shutdown", self._post_shutdown)
-        # Malformed requests are the sender's business: aiohttp would log a traceback for each.
+        # aiohttp would log a traceback for every malformed request.
         quiet = logging.getLogger("bridge.http.malformed")
         quiet.setLevel(logging.CRITICAL + 1)
         self._runner = web.AppRunner(
@@ -263,7 +263,7 @@ class HttpServer:
 
 
 class _Refusal(asyncio.Protocol):
-    """Drops a connection beyond the limit, so that strangers cannot use up file descriptors."""
+    """Closes a connection beyond the limit, so that clients cannot use up file descriptors."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -282,7 +282,7 @@ def _json(
 
 
 def _policy(page: str) -> str:
-    """Allow exactly the page's own inline script and style, and requests to its own host."""
+    """A policy that allows only the page's own inline script and style, and its own host."""
     sources: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

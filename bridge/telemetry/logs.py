@@ -29,13 +29,13 @@ def configure_logging(
     root.setLevel(level.upper() if isinstance(level, str) else level)
     logging.captureWarnings(capture=True)
     if root.level > logging.DEBUG:
-        # Libraries report every reconnect themselves; the bridge says it once, with a remedy.
+        # Libraries log every reconnect; the bridge logs it once, with a remedy.
         for noisy in ("nats", "aiohttp.access", "asyncio"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
 class MetricsLine:
-    """The METRICS log line: the state of the bridge in one grep."""
+    """The METRICS log line: the state of the bridge in one line."""
 
     def __init__(self) -> None:
         self._events_before = 0

@@ -112,13 +112,13 @@ _GAUGES: tuple[tuple[str, str, Callable[[BridgeStats], float | None]], ...] = (
 
 
 class BridgeCollector(Collector):
-    """Reads the stats at scrape time, so that counting costs the pipeline nothing more."""
+    """Reads the stats when scraped, so that metrics cost the pipeline no time."""
 
     def __init__(self, stats: BridgeStats) -> None:
         self._stats = stats
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is collected at registration."""
+        """Collect nothing at registration."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -217,7 +217,7 @@ def _snapshots(stats: BridgeStats) -> Iterator[Metric]:
 
 
 def registry_for(stats: BridgeStats) -> CollectorRegistry:
-    """A registry of its own with the bridge's metrics and those of the process."""
+    """A separate registry with the metrics of the bridge and of the process."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(BridgeCollector(stats))
     ProcessCollector(registry=registry)

@@ -1,6 +1,6 @@
-"""What the bridge knows about itself: plain numbers the pipeline writes and telemetry reads.
+"""The bridge's counters and gauges: the pipeline writes them and telemetry reads them.
 
-Everything runs on one event loop, so there are no locks; a writer only assigns and adds.
+Everything runs on one event loop, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Literal
 
 
 class State(StrEnum):
-    """The life of a bridge, from start to end."""
+    """The state of a bridge."""
 
     STARTING = "starting"
     STANDBY = "standby"
     """Another bridge streams from the slot."""
     STREAMING = "streaming"
     RECONNECTING = "reconnecting"
-    """It has streamed before and tries to do so again."""
+    """The bridge has streamed before and tries to stream again."""
     DRAINING = "draining"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -60,7 +60,7 @@ class Histogram:
         self.total += value * times
 
     def cumulative(self) -> list[int]:
-        """Counts of values up to each bound, ending with the count of all."""
+        """Cumulative counts for each bound; the last is the count of all values."""
         running = 0
         sums = []
         for count in self.counts:
@@ -79,7 +79,7 @@ class TableStats:
 
 @dataclass(slots=True)
 class SnapshotGauge:
-    """One snapshot as the operator sees it; `waiting_for` names the transactions it waits for."""
+    """The state of one snapshot; `waiting_for` names the transactions that it waits for."""
 
     table: str
     state: SnapshotState = "waiting"
@@ -94,7 +94,7 @@ class SnapshotGauge:
 
 @dataclass(slots=True, frozen=True)
 class StatusWarning:
-    """Something the operator should act on: what is the matter, and what to do about it."""
+    """A warning for the operator, with its remedy."""
 
     text: str
     remedy: str
@@ -102,7 +102,7 @@ class StatusWarning:
 
 
 class BridgeStats:
-    """All counters and gauges of one bridge; published always means acknowledged."""
+    """All counters and gauges of one bridge; "published" always means acknowledged."""
 
     def __init__(self) -> None:
         self.started_at = time.time()
@@ -166,11 +166,11 @@ class BridgeStats:
         return time.monotonic() - self.started_monotonic
 
     def table(self, token: str) -> TableStats:
-        """The counters of a table or of a prefix of messages, created when first asked for."""
+        """The counters of a table or of a prefix of logical messages; created at first use."""
         found = self.per_table.get(token)
         if found is None:
             if len(self.per_table) >= MOST_COUNTERS and token.startswith(MESSAGE_TOKENS):
-                # Prefixes are free text: one per order or user must not fill memory and metrics.
+                # Prefixes are free text: too many different ones must not fill the memory.
                 token = MESSAGE_TOKENS + "*"
             found = self.per_table.setdefault(token, TableStats())
         return found
@@ -182,7 +182,7 @@ class BridgeStats:
         remedy: str,
         severity: Literal["warning", "critical"] = "warning",
     ) -> bool:
-        """Show a warning until it is cleared; True when its severity is new, so log it once."""
+        """Show a warning until it is cleared; True if it is new or its severity has changed."""
         before = self.warnings.get(key)
         self.warnings[key] = StatusWarning(text, remedy, severity)
         return before is None or before.severity != severity
@@ -192,7 +192,7 @@ class BridgeStats:
         return self.warnings.pop(key, None) is not None
 
     def begin_snapshot(self, snapshot_id: str, table: str) -> SnapshotGauge:
-        """Show a new snapshot, and forget the oldest finished ones beyond a few."""
+        """Show a new snapshot, and remove the oldest finished ones beyond a few."""
         progress = self.snapshots[snapshot_id] = SnapshotGauge(table)
         finished = [key for key, one in self.snapshots.items() if one.finished_at is not None]
         for key in finished[:-FINISHED_SNAPSHOTS_KEPT]:

@@ -1,6 +1,6 @@
-"""The `/status` document and the last minutes of the bridge, a sample a second.
+"""The `/status` document, and a history of the last minutes with one sample per second.
 
-The document has the contract's fields first, then everything that the dashboard shows.
+The document has the fields of the contract first, then everything that the dashboard shows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SAMPLES_KEPT = 600
 
 
 def is_alive(stats: BridgeStats) -> bool:
-    """False once streaming has ended and nothing is trying to bring it back."""
+    """False if streaming has ended and the bridge does not try again."""
     return stats.state not in ENDED_STATES
 
 
 def health_word(stats: BridgeStats) -> str:
-    """One word for the whole: ok, warning, critical or failed."""
+    """The health in one word: ok, warning, critical or failed."""
     if not is_alive(stats):
         return "failed"
     if any(one.severity == "critical" for one in stats.warnings.values()):
@@ -40,7 +40,7 @@ def health_word(stats: BridgeStats) -> str:
 
 
 def status_document(stats: BridgeStats, sample: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Everything about the bridge that is safe to show to whoever reaches the port."""
+    """The state of the bridge without secrets: any client of the port may read it."""
     return {
         "status": stats.state,
         "uptime_seconds": int(stats.uptime_seconds),
@@ -120,7 +120,7 @@ def _tables(stats: BridgeStats) -> list[dict[str, Any]]:
 
 @dataclass(slots=True, frozen=True)
 class Sample:
-    """What happened in one second; latencies are None when nothing was acknowledged in it."""
+    """The rates of one second; latencies are None if nothing was acknowledged in it."""
 
     ts: float
     events_per_second: float
@@ -164,7 +164,7 @@ class History:
         return self._samples[-1] if self._samples else None
 
     def take(self) -> Sample:
-        """Add the sample of the time since the last one."""
+        """Add a sample for the time since the last one."""
         stats, now = self._stats, time.monotonic()
         elapsed = max(now - self._at, 1e-3)
         counts = list(stats.latency.counts)

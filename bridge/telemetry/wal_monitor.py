@@ -1,4 +1,4 @@
-"""Watches the WAL that PostgreSQL keeps for the slot, and names what holds the slot back."""
+"""Monitors the WAL that PostgreSQL keeps for the slot and finds what holds the slot back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOST_REMEDY = (
 
 @dataclass(slots=True, frozen=True)
 class SlotReading:
-    """One row about the slot; sizes in bytes, positions as integers."""
+    """One reading of the slot; sizes in bytes, positions as integers."""
 
     exists: bool
     active: bool
@@ -52,7 +52,7 @@ class SlotReading:
 
 @dataclass(slots=True, frozen=True)
 class Holder:
-    """A writing transaction that has been open for long, and the statement that ends it."""
+    """A long-running writing transaction, and the statement that ends it."""
 
     who: str
     user: str
@@ -67,7 +67,7 @@ class Holder:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as a person says them."""
+    """Format bytes for people."""
     for unit in ("B", "KB", "MB", "GB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -76,7 +76,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as a person says them."""
+    """Format seconds for people."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:
@@ -87,7 +87,7 @@ def format_duration(seconds: float) -> str:
 def judge_slot(
     stats: BridgeStats, slot: str, reading: SlotReading, holders: list[Holder]
 ) -> dict[str, bool]:
-    """Set and clear the WAL warnings; returns the keys of those set, True for new ones."""
+    """Set and clear the WAL warnings; return the keys of those set, with True for new ones."""
     shown: dict[str, bool] = {}
 
     def decide(
@@ -192,8 +192,8 @@ SELECT s.slot_name IS NOT NULL,
   LEFT JOIN pg_replication_slots s ON s.slot_name = %s
 """
 
-# Decoding has to restart before the first record of the oldest transaction that has written
-# anything, in whichever database, so that transaction pins restart_lsn.
+# Decoding must restart before the first record of the oldest writing transaction of any database,
+# so that transaction holds restart_lsn back.
 _HOLDERS = """
 SELECT 'session ' || pid, coalesce(usename, ''), coalesce(application_name, ''),
        coalesce(state, ''), extract(epoch FROM now() - xact_start)::float8,
@@ -220,8 +220,8 @@ class _Point:
 class WalMonitor:
     """Reads lag and slot state on a connection of its own, and keeps the warnings up to date.
 
-    The slot is read every few seconds, transactions that hold it back every `interval`. PostgreSQL
-    being away only delays the next reading.
+    The slot is read every few seconds, the transactions that hold it back every `interval`. An
+    outage of PostgreSQL only delays the next reading.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class WalMonitor:
         stats.wal_critical_bytes = critical_bytes
 
     async def run(self) -> None:
-        """Check until cancelled; the connection is closed on the way out."""
+        """Check until cancelled, then close the connection."""
         pause = min(self._interval, LAG_INTERVAL_SECONDS)
         next_full = 0.0
         try:
@@ -261,7 +261,7 @@ class WalMonitor:
             await self._close()
 
     async def check_once(self, *, with_holders: bool = True) -> None:
-        """Read the slot once and judge it; errors of the driver pass through."""
+        """Read the slot once and update the warnings; raises the driver's errors."""
         connection = await self._connected()
         cursor = await connection.execute(_SLOT, [self._slot])
         row = await cursor.fetchone()
@@ -314,7 +314,7 @@ class WalMonitor:
         stats.wal_headroom_seconds = self._headroom(reading)
 
     def _headroom(self, reading: SlotReading) -> float | None:
-        # restart_lsn moves in steps, so the growth is taken over a window of two minutes.
+        # restart_lsn advances in steps, so the growth is measured over two minutes.
         if reading.safe_wal_size is None:
             return None
         first, last = self._points[0], self._points[-1]

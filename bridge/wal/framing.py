@@ -40,14 +40,14 @@ class XLogData:
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """The server's sign of life."""
+    """A keepalive message of the server."""
 
     end_lsn: int
     """Byte1('k'), then Int64: the current end of WAL on the server."""
     send_time_us: int
     """Int64: the server's clock when it sent this, here in microseconds since 1970."""
     reply_requested: bool
-    """Byte1: 1 if the server will drop the connection unless it hears from us soon."""
+    """Byte1: 1 if the server will close the connection unless it gets a reply soon."""
 
 
 def parse_frame(payload: bytes | memoryview) -> XLogData | Keepalive:

@@ -1,4 +1,4 @@
-"""Decode pgoutput messages, protocol version 1: pure, and safe on any bytes."""
+"""Decodes pgoutput messages, protocol version 1; safe on any bytes, without I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The snapshots under way: their states, their queue, and how each of them ends."""
+"""The active snapshots: their states, their queue, and how each of them ends."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ PROGRESS_SECONDS: Final = 1.0
 
 
 class JobState(StrEnum):
-    """Where a snapshot is; the values are those of answers and progress messages."""
+    """The state of a snapshot, as answers and progress messages name it."""
 
     WAITING = "waiting"
-    """In the queue, or while its export is made and its table is locked."""
+    """In the queue, or waiting for its export and the lock on its table."""
     COPYING = "copying"
     READY = "ready"
     FAILED = "failed"
@@ -64,7 +64,7 @@ _FOLLOWING: Final[Mapping[JobState, frozenset[JobState]]] = {
 
 @dataclass(slots=True)
 class SnapshotJob:
-    """A snapshot of one table with one set of options; all who ask for it share it."""
+    """A snapshot of one table with one set of options; equal requests share it."""
 
     schema: str
     table: str
@@ -82,27 +82,27 @@ class SnapshotJob:
     cdc_seq: int = 0
     stream_created: int = 0
     pieces: list[Piece] = field(default_factory=list)
-    """Those that no worker has been given yet."""
+    """The pieces that no worker has been given yet."""
     workers: set[int] = field(default_factory=set)
-    """Those that copy it, or hold rows of it."""
+    """The workers that copy it or still hold rows of it."""
     next_chunk: int = 0
     chunk_digests: dict[int, str] = field(default_factory=dict)
-    """By number, of the chunks that the stream has acknowledged."""
+    """The digests of the acknowledged chunks, by number."""
     rows: int = 0
     objects: list[str] = field(default_factory=list)
     waiting_for: list[str] = field(default_factory=list)
     error: str | None = None
     no_more_chunks: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no worker can send a chunk of it any more."""
+    """Set when no worker can send another chunk of it."""
 
     @property
     def key(self) -> JobKey:
-        """What two requests must have in common to share this snapshot."""
+        """Requests with the same key share this snapshot."""
         return self.schema, self.table, self.options
 
     @property
     def record(self) -> SnapshotRecord:
-        """What is recorded of it while it is under way."""
+        """Its record in KV while it is active."""
         return SnapshotRecord(self.schema, self.table, self.snapshot_id)
 
     @property
@@ -126,7 +126,7 @@ class SnapshotJob:
         self.state = state
 
     def wait_for(self, sessions: list[str]) -> None:
-        """Note what keeps it waiting, nothing if the list is empty."""
+        """Note what it waits for; an empty list means nothing."""
         self.waiting_for = self.progress.waiting_for = sessions
 
     def take_number(self) -> int | None:
@@ -150,7 +150,7 @@ class SnapshotJob:
 
 
 class JobRegistry:
-    """Every snapshot under way, by what was asked; adds, queues and ends them."""
+    """All active snapshots by key; adds, queues and ends them."""
 
     def __init__(
         self, client: Client, source: Source, store: SnapshotStore, stats: BridgeStats
@@ -163,13 +163,13 @@ class JobRegistry:
         self._queue: list[SnapshotJob] = []
         self._queued = asyncio.Event()
         self.exports = asyncio.Semaphore(MOST_EXPORTS)
-        """One for each export that may run."""
+        """Limits the number of exports that run at the same time."""
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def find(self, key: JobKey) -> SnapshotJob | None:
-        """The snapshot under way that a request can share."""
+        """The active snapshot that a request can share, if there is one."""
         return self._jobs.get(key)
 
     async def add(self, schema: str, table: str, request: SnapshotRequest) -> SnapshotJob:
@@ -188,7 +188,7 @@ class JobRegistry:
         return job
 
     def restart(self, job: SnapshotJob) -> None:
-        """Queue a job again whose table changed before the first row was copied."""
+        """Queue a job again because its table changed before the first row was copied."""
         event(logger, "snapshot begins again", table=job.name, snapshot_id=job.snapshot_id)
         self._enqueue(job)
 
@@ -209,14 +209,14 @@ class JobRegistry:
         return jobs
 
     async def begin_copy(self, job: SnapshotJob) -> None:
-        """The table is locked and cut into pieces."""
+        """Begin the copy: the table is locked and divided into pieces."""
         job.move_to(JobState.COPYING)
         job.progress.state = "copying"
         await self.publish_progress(job)
 
     async def complete(self, job: SnapshotJob) -> None:
-        """Publish the meta of a copied job; it fails where that cannot be done."""
-        # Once begun it goes through: a stop in the middle would take back what readers have seen.
+        """Publish the meta of a copied job; the job fails if that is not possible."""
+        # Shielded: a cancellation here would revoke a snapshot that readers may have seen.
         await uninterrupted(asyncio.create_task(self._complete(job)))
 
     async def _complete(self, job: SnapshotJob) -> None:
@@ -239,7 +239,7 @@ class JobRegistry:
         await self.publish_progress(job)
 
     async def fail(self, job: SnapshotJob, error: str) -> None:
-        """End a job without a result; one that is over already stays as it is."""
+        """End a job without a result; a job that has ended does not change."""
         await self._fail(job, error, "failed")
 
     async def cancel(self, job: SnapshotJob) -> None:
@@ -247,7 +247,7 @@ class JobRegistry:
         await self._fail(job, STOPPED, "cancelled")
 
     async def cancel_all(self) -> None:
-        """End what is under way, once no worker is left."""
+        """Cancel all active jobs; no worker may run any more."""
         for job in tuple(self._jobs.values()):
             await self.cancel(job)
             job.no_more_chunks.set()
@@ -276,7 +276,7 @@ class JobRegistry:
         self._jobs.pop(job.key, None)
 
     async def publish_progress_regularly(self) -> None:
-        """Say once a second how far every snapshot is, so that readers can tell slow from dead."""
+        """Publish the progress of every snapshot once a second, so that readers see it is alive."""
         while True:
             await stay_cancelled()
             await asyncio.sleep(PROGRESS_SECONDS)
@@ -284,7 +284,7 @@ class JobRegistry:
                 await self.publish_progress(job)
 
     async def publish_progress(self, job: SnapshotJob) -> None:
-        """Say how far a snapshot is, to whoever listens now."""
+        """Publish the progress of a snapshot; the message is not stored."""
         document = {
             "v": envelope.WIRE_VERSION,
             "snapshot_id": job.snapshot_id,
@@ -299,7 +299,7 @@ class JobRegistry:
             "error": job.error,
             "ts": time.time_ns() // 1000,
         }
-        # A snapshot does not fail for want of a message that is not stored anyway.
+        # Progress messages are not stored, so a snapshot does not fail if one cannot be sent.
         with suppress(nats.errors.Error, OSError):
             await self._client.publish(
                 self._source.subjects.snapshot_progress(job.token, job.snapshot_id),
@@ -309,5 +309,5 @@ class JobRegistry:
 
 
 def _new_snapshot_id() -> str:
-    """An id that no other snapshot has or will have, safe as a token of a subject."""
+    """A unique id, valid as a token of a subject."""
     return f"{time.time_ns() // 1_000_000:x}-{secrets.token_hex(6)}"

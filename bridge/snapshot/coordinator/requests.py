@@ -1,4 +1,4 @@
-"""Requests on `snapshot.request.>`: what they may ask, and their answer within a second."""
+"""Requests on `snapshot.request.>`: their options, and their answer within a second."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("msgpack", "json", "arrow")
 KNOWN: Final = ("columns", "format", "zstd", "fresh")
-# What a client library adds of itself; it does not change the snapshot.
+# Fields that a client library adds; they do not change the snapshot.
 IGNORED: Final = ("v",)
 MOST_BYTES: Final = 64 * 1024
-# With one of these a map in MessagePack begins.
+# The first byte of a MessagePack map is one of these.
 MAP_BYTES: Final = frozenset(bytes([byte]) for byte in (*range(0x80, 0x90), 0xDE, 0xDF))
 
 
@@ -48,7 +48,7 @@ ANSWER_SECONDS: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSettings:
-    """What the operator has set for all snapshots; `zstd` is for requests that do not say."""
+    """The operator's settings for all snapshots; `zstd` is the default for requests."""
 
     workers: int = 2
     chunk_rows: int = 10_000
@@ -59,7 +59,7 @@ class SnapshotSettings:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What one snapshot is made of; equal options of one table share a snapshot."""
+    """The options of a snapshot; requests with equal options for a table share a snapshot."""
 
     columns: tuple[str, ...] | None
     format: ChunkFormat
@@ -68,7 +68,7 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """A request as understood: `asked` is what goes into the meta, `fresh` forbids reuse."""
+    """A parsed request: `asked` is copied to the meta, `fresh` forbids a finished snapshot."""
 
     options: RequestOptions
     asked: dict[str, Any]
@@ -76,7 +76,7 @@ class SnapshotRequest:
 
 
 def body_is_json(body: bytes, headers: Mapping[str, str] | None, default: bool) -> bool:
-    """Whether a body is JSON: by its Content-Type, else by its first byte; `default` for no map."""
+    """Whether a body is JSON, by its Content-Type or first byte; `default` if it is not a map."""
     kind = (headers or {}).get(envelope.CONTENT_TYPE)
     if kind in (envelope.JSON, envelope.MSGPACK):
         return kind == envelope.JSON
@@ -87,7 +87,7 @@ def body_is_json(body: bytes, headers: Mapping[str, str] | None, default: bool) 
 def parse_request(
     body: bytes, headers: Mapping[str, str] | None, *, as_json: bool, zstd: bool
 ) -> SnapshotRequest:
-    """Read a request; `as_json` and `zstd` are what applies where it says nothing."""
+    """Parse a request; `as_json` and `zstd` are the defaults of its options."""
     asked = _read_map(body, headers)
     unknown = sorted(set(asked) - {*KNOWN, *IGNORED})
     if unknown:
@@ -124,7 +124,7 @@ def _read_map(body: bytes, headers: Mapping[str, str] | None) -> dict[str, Any]:
             asked = json.loads(body)
         else:
             asked = msgpack.unpackb(body, strict_map_key=True)
-    except Exception as error:  # whatever a decoder says of foreign bytes
+    except Exception as error:  # decoders raise many kinds for foreign bytes
         raise Refused("the request is neither JSON nor MessagePack; leave it empty") from error
     if not isinstance(asked, dict) or not all(isinstance(key, str) for key in asked):
         raise Refused("the request is not a map of options")
@@ -153,9 +153,9 @@ def _flag(asked: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 class RequestListener:
-    """Reads requests, hands them on, and answers in the encoding they came in.
+    """Receives requests, passes them to `admit`, and answers in the encoding of the request.
 
-    `admit` gives snapshot id and state, or raises Refused.
+    `admit` returns snapshot id and state, or raises Refused.
     """
 
     def __init__(self, client: Client, source: Source, admit: Admit, *, zstd: bool) -> None:
@@ -168,14 +168,14 @@ class RequestListener:
         self._answers: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Begin to take requests."""
+        """Begin to receive requests."""
         self._subscription = await self._client.subscribe(
             self._subjects.snapshot_request(">"), cb=self._receive
         )
         await self._client.flush()
 
     async def close(self) -> None:
-        """Take no more requests; those already taken are still answered."""
+        """Stop receiving requests; those already received are still answered."""
         if self._subscription is not None:
             try:
                 await self._subscription.unsubscribe()
@@ -184,7 +184,7 @@ class RequestListener:
         await asyncio.gather(*self._answers, return_exceptions=True)
 
     async def _receive(self, message: Msg) -> None:
-        # Each in a task of its own: a slow catalog must not hold up the next request.
+        # Each request has its own task: a slow catalog query must not delay the next request.
         task = asyncio.create_task(self._answer(message))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
@@ -196,7 +196,7 @@ class RequestListener:
                 snapshot_id, state = await self._grant(message)
             answer = {"ok": True, "snapshot_id": snapshot_id, "state": state.value}
         except ForeignTable:
-            # The bridge that publishes it answers; a refusal from here could come first.
+            # The bridge of that source answers; a refusal from here could arrive first.
             return
         except Refused as refusal:
             answer = {"ok": False, "error": str(refusal)}
@@ -239,5 +239,5 @@ class RequestListener:
 
 
 def _later(why: str) -> dict[str, Any]:
-    """A refusal whose reason is not the request itself."""
+    """A refusal of a valid request, which may succeed later."""
     return {"ok": False, "error": f"{why}; ask again", "retry": True}

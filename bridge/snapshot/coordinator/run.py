@@ -1,8 +1,9 @@
 """One export and everything copied under it.
 
-Order is what makes a snapshot exact: look at the tables, read the last sequence of CDC, make the
-consistent point, let every worker import it and lock the tables, look again. Only then is the first
-row copied; the locks keep the tables as they are until the last one is.
+The order of the steps makes a snapshot exact: describe the tables, read the last sequence of CDC,
+create the consistent point, let every worker import it and lock the tables, and describe the tables
+again. Only then is the first row copied. The locks prevent changes of the tables' structure until
+the last row is copied.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ if TYPE_CHECKING:
 
 MOST_ATTEMPTS: Final = 5
 WORKER_START_SECONDS: Final = 60.0
-# A session that wants ACCESS EXCLUSIVE waits for the first worker's lock, and the other workers
-# wait behind it. PostgreSQL sees no deadlock there, so they must not wait long.
-FOLLOWING_LOCK_SECONDS: Final = 1.0
-# Longer than a worker waits for NATS, the only reason for it to rest within its transaction.
+# A session that requests ACCESS EXCLUSIVE waits for the first worker's lock, and the other workers
+# wait behind that session. PostgreSQL does not detect this deadlock, so they must not wait long.
+LATER_LOCK_SECONDS: Final = 1.0
+# Longer than a worker waits for NATS, which is the only reason for it to be idle in a transaction.
 IDLE_LOCK_SECONDS: Final = 120.0
 STARTING: Final = "the snapshot's worker processes to start"
 
@@ -88,17 +89,17 @@ class ExportRun:
         self._registry = registry
         self._jobs = list(jobs)
         self._restarted: set[str] = set()
-        """Ids of the jobs that are in the queue again, or in another run."""
+        """Ids of the jobs that were put back into the queue."""
         self._sizes: dict[str, Sequence[HeapSize]] = {}
 
     def owns(self, job: SnapshotJob) -> bool:
-        """Whether a job is still this run's, neither over nor back in the queue."""
+        """Whether this run still works on the job: it has neither ended nor been restarted."""
         return not job.state.is_final and job.snapshot_id not in self._restarted
 
     async def perform(self) -> None:
-        """Bring every job to its end, or back into the queue where its table changed meanwhile.
+        """Complete every job, or restart it if its table changed meanwhile.
 
-        SnapshotError means that the jobs which are not over yet have failed.
+        After SnapshotError, the caller must fail the jobs that have not ended.
         """
         try:
             with statement_errors():
@@ -111,7 +112,9 @@ class ExportRun:
             raise SnapshotError(str(error)) from error
 
     async def _perform(self, catalog: CatalogConnection) -> None:
-        jobs = self._jobs = [job for job in self._jobs if await self._look_before(catalog, job)]
+        jobs = self._jobs = [
+            job for job in self._jobs if await self._describe_before_export(catalog, job)
+        ]
         if not jobs:
             return
         sizes = [size for job in jobs for size in self._sizes[job.snapshot_id]]
@@ -129,13 +132,15 @@ class ExportRun:
                     job.cdc_seq = cdc.last_seq + 1
                     job.stream_created = cdc.created_us
                 failed, contended = await self._import(catalog, workers, export)
-            limit = int(FOLLOWING_LOCK_SECONDS * 1000)
+            limit = int(LATER_LOCK_SECONDS * 1000)
             await catalog.execute(f"SET lock_timeout = {limit}".encode())
             for index, job in enumerate(jobs):
-                await self._look_after(catalog, job, failed.get(index), index in contended)
+                await self._compare_after_locking(
+                    catalog, job, failed.get(index), index in contended
+                )
             await self._copy(workers)
 
-    async def _look_before(self, catalog: CatalogConnection, job: SnapshotJob) -> bool:
+    async def _describe_before_export(self, catalog: CatalogConnection, job: SnapshotJob) -> bool:
         try:
             job.description, sizes = await self._describe(catalog, job)
         except Refused as refusal:
@@ -169,8 +174,8 @@ class ExportRun:
     ) -> tuple[dict[int, str], set[int]]:
         """Let every worker import the snapshot and lock the tables.
 
-        Gives the tables that cannot be locked, and those that another session began to wait for
-        between the first worker's lock and another worker's.
+        Return the tables that cannot be locked, and the tables for which another session requested
+        a lock after the first worker had locked them.
         """
         tables = tuple([await self._table_task(job) for job in self._jobs])
         backend_pids: list[int] = []
@@ -184,10 +189,10 @@ class ExportRun:
             await worker.send(LockTables(seconds, IDLE_LOCK_SECONDS))
             return (await worker.expect(LocksTaken)).errors
 
-        async def follow(worker: WorkerProcess) -> None:
-            contended.update(await lock(worker, FOLLOWING_LOCK_SECONDS))
+        async def lock_later(worker: WorkerProcess) -> None:
+            contended.update(await lock(worker, LATER_LOCK_SECONDS))
 
-        # On a busy machine they start slowly.
+        # On a busy machine workers start slowly.
         await self._report_waiting([STARTING])
         try:
             async with asyncio.timeout(WORKER_START_SECONDS):
@@ -203,17 +208,17 @@ class ExportRun:
             catalog, backend_pids, limit, self._report_waiting, "a lock on the table"
         ):
             failed = await lock(workers[0], limit)
-            await asyncio.gather(*map(follow, workers[1:]))
+            await asyncio.gather(*map(lock_later, workers[1:]))
         return failed, contended
 
-    async def _look_after(
+    async def _compare_after_locking(
         self,
         catalog: CatalogConnection,
         job: SnapshotJob,
         lock_error: str | None,
         contended: bool,
     ) -> None:
-        """Compare with the first look, now that the locks hold; then plan the copy."""
+        """Compare with the first description, now that the locks are held; then plan the copy."""
         description: TableDescription | None
         sizes: Sequence[HeapSize]
         try:
@@ -264,7 +269,7 @@ class ExportRun:
             raise SnapshotError(str(_first(errors))) from errors
 
     async def _serve(self, worker: WorkerProcess) -> None:
-        """Answer a worker until it has nothing more to do."""
+        """Answer a worker's requests until it has finished."""
         await worker.send(StartCopying())
         while not isinstance(report := await worker.receive(), CopyDone):
             match report:
@@ -299,7 +304,7 @@ class ExportRun:
 
     def _next_piece(self, worker: WorkerProcess) -> Command:
         for index, job in enumerate(self._jobs):
-            # One that was restarted has an export of its own by now, and other workers.
+            # A restarted job belongs to another export with other workers.
             if self.owns(job) and job.pieces:
                 job.workers.add(worker.number)
                 return CopyPiece(index, job.pieces.pop(0))
@@ -327,7 +332,7 @@ class ExportRun:
     async def _table_task(self, job: SnapshotJob) -> TableTask:
         assert job.description is not None
         dictionary = None
-        # An Arrow chunk is columns, which have no beginning in common with other chunks.
+        # Arrow chunks consist of columns, for which a dictionary of rows is useless.
         trainable = job.options.zstd and job.options.format != "arrow"
         if trainable:
             known = await self._store.dictionaries.current(job.token, job.options.format)

@@ -1,4 +1,4 @@
-"""Snapshots on request: which request shares which snapshot, and which exports run."""
+"""Snapshots on request: decides which requests share a snapshot and which exports run."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Requests that come together share an export, so the first waits a moment for the others.
+# Requests that arrive together share an export, so the first one waits a moment for the others.
 GATHER_SECONDS: Final = 0.03
 GATHER_LIMIT_SECONDS: Final = 0.5
-# Other requests wait meanwhile: one locked table must not hold up all of them.
+# Requests are checked one at a time, so one locked table must not delay the others for long.
 LOCK_SECONDS: Final = 0.5
 
 
 class SnapshotService:
-    """Answers requests for as long as this bridge is the active one."""
+    """Answers requests while this bridge is the active one."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SnapshotService:
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Publish the ends of snapshots that an earlier bridge left, then take requests."""
+        """End the snapshots that an earlier bridge left unfinished, then accept requests."""
         await self._store.open()
         await self._store.end_abandoned()
         self._background = [
@@ -78,7 +78,7 @@ class SnapshotService:
         await self._requests.open()
 
     async def stop(self) -> None:
-        """End what is under way and say so; no worker is left when this returns."""
+        """Cancel all active snapshots and publish their errors; then no worker is left."""
         await self._requests.close()
         tasks = (*self._background, *self._admissions.values(), *self._runs)
         for task in tasks:
@@ -92,12 +92,12 @@ class SnapshotService:
     async def _admit(
         self, schema: str, table: str, request: SnapshotRequest
     ) -> tuple[str, JobState]:
-        """Give snapshot id and state: of one under way, of a finished one, or of a new one."""
+        """Return id and state of an active, a finished, or a new snapshot."""
         key = (schema, table, request.options)
         job = self._registry.find(key)
         if job is not None:
             return job.snapshot_id, job.state
-        # Whoever asks for the same meanwhile waits for the same answer.
+        # Equal requests that arrive meanwhile share this answer.
         admission = self._admissions.get(key)
         if admission is None:
             admission = asyncio.create_task(self._begin(schema, table, request))
@@ -155,14 +155,14 @@ class SnapshotService:
         return await self._store.find_reusable(table_token(schema, table), wanted)
 
     async def _schedule(self) -> None:
-        """Give the whole queue to the next free export."""
+        """Start an export for all queued jobs whenever one may run."""
         while True:
             await stay_cancelled()
             await self._registry.wait_queued()
             await self._registry.exports.acquire()
             await asyncio.sleep(GATHER_SECONDS)
             if self._admissions:
-                # Requests that are being looked at belong to the same export.
+                # Requests that are still being checked belong to the same export.
                 await asyncio.wait(self._admissions.values(), timeout=GATHER_LIMIT_SECONDS)
             run = asyncio.create_task(
                 self._perform(self._registry.take_queued()), name="snapshot export"
@@ -192,7 +192,7 @@ class SnapshotService:
         finally:
             self._registry.exports.release()
             for job in filter(run.owns, jobs):
-                # Without an error the run was cancelled: the bridge stops.
+                # Without an error the run was cancelled, because the bridge stops.
                 if failure is None:
                     await self._registry.cancel(job)
                 else:

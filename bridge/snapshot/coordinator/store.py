@@ -1,9 +1,9 @@
-"""What JetStream keeps of snapshots.
+"""What JetStream stores of snapshots.
 
-INIT holds the chunks, and for each table metas and errors; the object store holds wide rows; the
-KV bucket `bridge` holds a record of every snapshot under way. A snapshot ends with its meta or with
-its error, and then its record is removed. A record that is there when a bridge becomes active
-belongs to a bridge that died.
+INIT holds the chunks, and the metas and errors of each table. The object store holds wide rows. The
+KV bucket `bridge` holds a record of every active snapshot. A snapshot ends with its meta or its
+error; then its record is removed. A record that exists when a bridge becomes active was left by a
+bridge that died.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ JETSTREAM_ERRORS: Final = (nats.errors.Error, OSError, TimeoutError, ApiError, R
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRecord:
-    """A snapshot that a bridge of this source has begun; complete once every chunk is stored."""
+    """The record of a snapshot that has begun; complete once every chunk is stored."""
 
     schema: str
     table: str
@@ -79,13 +79,13 @@ class SnapshotRecord:
 
     @property
     def object_prefix(self) -> str:
-        """What the names of its objects begin with."""
+        """Common prefix of the names of its objects."""
         return f"snapshot-{self.snapshot_id}-"
 
 
 @dataclass(frozen=True, slots=True)
 class MetaIdentity:
-    """The fields of a meta that must match for it to be used again."""
+    """The fields of a meta that must match for its snapshot to be reused."""
 
     source: str
     epoch: int
@@ -98,7 +98,7 @@ class MetaIdentity:
 
 
 class SnapshotStore:
-    """Writes and reads what outlives the process; one per active bridge."""
+    """Writes and reads the stored parts of snapshots; one for each active bridge."""
 
     def __init__(self, client: Client, source: Source) -> None:
         self._client = client
@@ -111,15 +111,15 @@ class SnapshotStore:
         self.dictionaries: DictionaryStore
 
     async def open(self) -> None:
-        """Find the buckets."""
+        """Open the buckets."""
         self._bucket = await self._js.key_value(self._subjects.bridge_bucket)
         self._schemas = await self._js.key_value(self._subjects.schemas_bucket)
         self.dictionaries = DictionaryStore(await self._js.key_value(self._subjects.dicts_bucket))
 
     async def close(self) -> None:
-        """Wait a little for errors that are not published yet.
+        """Wait a short time for errors that are still being published.
 
-        The next active bridge publishes those that are late.
+        The next active bridge publishes the others.
         """
         if not self._failures:
             return
@@ -129,7 +129,7 @@ class SnapshotStore:
         await asyncio.gather(*late, return_exceptions=True)
 
     async def cdc_state(self) -> StreamState:
-        """The CDC stream as its leader has it."""
+        """State of the CDC stream, read from its leader."""
         try:
             state = await stream_state(self._client, self._subjects.cdc_stream)
         except (ApiError, Retryable) as error:
@@ -139,7 +139,7 @@ class SnapshotStore:
         return state
 
     async def put_record(self, job: SnapshotJob) -> None:
-        """Record that a snapshot is under way, before anybody is told its id."""
+        """Write the record of a snapshot; this must happen before its id is published."""
         key = _key(job.snapshot_id)
         job.record_revision = await self._bucket.put(key, self._record_value(job.record))
 
@@ -161,19 +161,19 @@ class SnapshotStore:
             await self._remove_record(job.snapshot_id)
 
     def publish_error_later(self, job: SnapshotJob, error: str) -> None:
-        """Publish the error of a failed job in the background, for as long as NATS is away.
+        """Publish the error of a failed job in the background, and retry while NATS is away.
 
-        What was stored of it is purged once no worker can store more.
+        Its chunks and objects are purged once no worker can store more of them.
         """
         task = asyncio.create_task(self._end_failed(job, error), name="snapshot error")
         self._failures.add(task)
         task.add_done_callback(self._failures.discard)
 
     async def end_abandoned(self) -> None:
-        """Publish the errors of snapshots that an earlier bridge left under way, and purge them."""
+        """Publish the errors of snapshots that an earlier bridge left active, and purge them."""
         abandoned = []
         for record in await self._records():
-            # A bridge that died between its last two steps may have taken the first.
+            # The bridge may have died after it published the meta or the error.
             if record.is_complete and await self._has_meta(record):
                 await self._remove_record(record.snapshot_id)
             else:
@@ -193,7 +193,7 @@ class SnapshotStore:
         return document is not None and document.get("source") != self._source.name
 
     async def find_reusable(self, token: str, wanted: MetaIdentity) -> str | None:
-        """Id of the table's newest finished snapshot, if it still is what a new one would be."""
+        """Id of the table's newest finished snapshot, if it may be used in place of a new one."""
         meta = await self._newest_meta(token)
         if meta is None:
             return None
@@ -211,13 +211,13 @@ class SnapshotStore:
             if found == wanted and await self._is_whole(meta):
                 return str(meta["snapshot_id"])
         except (KeyError, TypeError):
-            # Another version wrote this meta.
+            # Another version of the bridge wrote this meta.
             return None
         return None
 
     async def _end_failed(self, job: SnapshotJob, error: str) -> None:
         await _until_stored(lambda: self._publish_error(job.record, error))
-        # A chunk that arrives after the purge would stay.
+        # A chunk that is stored after the purge would stay.
         await job.no_more_chunks.wait()
         await _until_stored(lambda: self._purge(job.record, job.objects))
 
@@ -235,7 +235,7 @@ class SnapshotStore:
         await self._publish(self._subjects.error(record.token), document, record.error_id)
 
     async def _publish(self, subject: str, document: dict[str, Any], message_id: str) -> None:
-        """Store a document once, however often it is sent: its message id stays the same."""
+        """Publish a document; its message id makes sure that it is stored only once."""
         headers = {
             envelope.MSG_ID: message_id,
             envelope.CONTENT_TYPE: self._source.content_type,
@@ -252,11 +252,11 @@ class SnapshotStore:
                 return
 
     async def _purge(self, record: SnapshotRecord, objects: Iterable[str]) -> None:
-        """Remove everything of a failed snapshot; its record goes last."""
+        """Remove everything of a failed snapshot; its record is removed last."""
         chunks = self._subjects.chunk(record.token, record.snapshot_id, "*")
         await self._js.purge_stream(self._subjects.init_stream, subject=chunks)
         for name in objects:
-            # One that is gone already does not matter.
+            # The object may already have been deleted.
             with suppress(nats.js.errors.NotFoundError):
                 store = await self._js.object_store(self._subjects.objects_bucket)
                 await store.delete(name)
@@ -271,7 +271,7 @@ class SnapshotStore:
         return [item.name for item in listed]
 
     async def _count_chunks(self, token: str, snapshot_id: str) -> int:
-        """How many chunks are stored, by the pending messages of a consumer that reads none."""
+        """How many chunks are stored: the pending messages of a consumer that reads none."""
         stream = self._subjects.init_stream
         consumer = await self._js.add_consumer(
             stream,
@@ -298,7 +298,7 @@ class SnapshotStore:
             return None
 
     async def _has_meta(self, record: SnapshotRecord) -> bool:
-        """Whether the meta of this snapshot is among those of its table."""
+        """Whether the meta of this snapshot is stored."""
         subject = self._subjects.meta(record.token)
         sequence = 1
         while True:
@@ -340,7 +340,7 @@ class SnapshotStore:
         try:
             keys = []
             async for entry in watcher:
-                # None says that everything stored has been seen.
+                # None follows the last stored key.
                 if entry is None:
                     break
                 keys.append(entry.key)
@@ -357,7 +357,7 @@ class SnapshotStore:
         return True
 
     async def _complete_record(self, job: SnapshotJob) -> None:
-        """Claim the right to publish the meta; SnapshotError if another bridge took over."""
+        """Mark the record complete before the meta; SnapshotError if another bridge took over."""
         complete = SnapshotRecord(job.schema, job.table, job.snapshot_id, is_complete=True)
         try:
             await self._bucket.update(
@@ -367,7 +367,7 @@ class SnapshotStore:
             raise SnapshotError(OVERTAKEN) from error
 
     async def _remove_record(self, snapshot_id: str) -> None:
-        """Purge the key: deleting it would leave a marker for each snapshot."""
+        """Purge the key; deleting it would leave a marker for each snapshot."""
         name = self._subjects.bridge_bucket
         await self._js.purge_stream(f"KV_{name}", subject=f"$KV.{name}.{_key(snapshot_id)}")
 
@@ -409,7 +409,7 @@ class SnapshotStore:
 
 
 def read_record(value: bytes | None, source: str) -> SnapshotRecord | None:
-    """A record of this source; None for one of another source, and for anything else."""
+    """Read a record of this source; None for any other value."""
     try:
         document = json.loads(value or b"")
         if document["source"] != source:

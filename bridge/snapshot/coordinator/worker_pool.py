@@ -1,4 +1,4 @@
-"""Worker processes as the coordinator has them: started, kept for a while, ended."""
+"""The coordinator's worker processes: started, kept idle for a while, ended."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 MODULE: Final = "bridge.snapshot.worker.process"
 LONGEST_LINE_BYTES: Final = 1024 * 1024
 IDLE_SECONDS: Final = 20.0
-# A worker sends Alive every few seconds. Its silence is counted in steps, so that a pause of the
-# whole machine does not count as the worker's.
+# A worker sends Alive every few seconds. The time without a message is counted in steps, so that a
+# pause of the whole machine counts as one step only.
 SILENCE_STEP_SECONDS: Final = 5.0
 SILENCE_STEPS: Final = 12
 
 
 class WorkerProcess:
-    """One worker; whatever happens it is dead when `end` returns."""
+    """One worker process; it has always ended when `end` returns."""
 
     def __init__(self, number: int, process: asyncio.subprocess.Process) -> None:
         self.number = number
@@ -53,13 +53,13 @@ class WorkerProcess:
         try:
             return cls(number, await asyncio.shield(starting))
         except asyncio.CancelledError:
-            # A process half started must not outlive whoever started it.
+            # A partly started process must not outlive a cancelled start.
             await cls(number, await starting).end()
             raise
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs; the system is asked, since the event loop learns it later."""
+        """Whether the process runs, by the system: the event loop notices its end later."""
         if self._process.returncode is not None:
             return False
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
@@ -71,17 +71,17 @@ class WorkerProcess:
         return ended is None
 
     async def send(self, command: Command) -> None:
-        """Send a command; that a worker is dead shows when its next report is awaited."""
+        """Send a command; if the worker is dead, `receive` raises the error."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(encode(command))
             await self._process.stdin.drain()
 
     async def receive(self) -> Report:
-        """The next report; SnapshotError when the worker failed, hangs, or is gone."""
+        """Wait for the next report; SnapshotError if the worker has failed, hangs or has ended."""
         while True:
             line = await self._next_line()
-            # A worker that dies can leave half a line.
+            # A worker that dies can leave an incomplete line.
             if not line.endswith(b"\n"):
                 raise SnapshotError(f"a snapshot worker ended: {await self._reason()}")
             report = decode_report(line)
@@ -122,7 +122,7 @@ class WorkerProcess:
         self._process.stdin.close()
         with suppress(OSError):
             await self._process.stdin.wait_closed()
-        # What it has written last is read, or the pipe would keep the transport open.
+        # Its last output must be read: otherwise the pipe keeps the transport open.
         await self._process.stdout.read()
         await self._process.wait()
 
@@ -143,7 +143,7 @@ class WorkerPool:
 
     @asynccontextmanager
     async def borrow(self, size: int) -> AsyncIterator[list[WorkerProcess]]:
-        """Workers that wait for their task; they are ended if the body raises."""
+        """Lend idle workers to the body; they are ended if the body raises."""
         workers: list[WorkerProcess] = []
         try:
             for number in range(size):
@@ -156,7 +156,7 @@ class WorkerPool:
         self._expire_idle_later()
 
     async def close(self) -> None:
-        """End the workers that wait for work."""
+        """End the idle workers."""
         if self._expiry is not None:
             self._expiry.cancel()
             await asyncio.gather(self._expiry, return_exceptions=True)

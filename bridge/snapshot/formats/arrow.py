@@ -1,9 +1,9 @@
 r"""Chunks as Arrow IPC streams of one record batch each, with typed columns.
 
 A row of COPY in text format is a CSV row with tabs, without quotes, with `\N` for null; only text
-that holds a backslash needs undoing afterwards. Values that a typed column cannot hold (infinity,
-years BC or beyond 9999, NaN as a decimal, arrays of several dimensions) are null in the batch and
-stand in the chunk's `odd` map (column, then row number) as rows of the other formats carry them.
+that contains a backslash must be unescaped afterwards. Values that a typed column cannot hold
+(infinity, years BC or beyond 9999, NaN as a decimal, arrays of several dimensions) are null in the
+batch. The chunk's `odd` map (column, then row number) holds them as in the other formats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Odd = dict[str, dict[str, Any]]
 
 METADATA_KEY: Final = b"cdc"
-# Text of a chunk is at most so much larger than its batch; the split below mends a wrong guess.
+# The text of a chunk is usually at most this much larger than its batch; a larger chunk is split.
 _FIRST_GUESS: Final = 0.8
 _BLOCK_BYTES: Final = 2**31 - 1
 _NULL: Final = "\\N"
@@ -40,7 +40,7 @@ _NULL: Final = "\\N"
 
 @dataclass(frozen=True, slots=True)
 class ArrowContent:
-    """One record batch, or a reference to it where it is too large for a message."""
+    """One record batch, or a reference to it if it is too large for a message."""
 
     head: ChunkHead
     batch: Any
@@ -74,7 +74,7 @@ class ArrowContent:
 
 
 class ArrowEncoder:
-    """Gathers rows of a COPY and parses a chunk's worth of them at once."""
+    """Collects rows of a COPY and parses those of a chunk at once."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class ArrowEncoder:
             size += len(envelope.encode(odd, as_json=True))
         if size <= self._max_bytes:
             text = sum(map(len, lines)) + len(lines)
-            # Aim the next chunk at nine tenths of the limit, by what this one came to.
+            # From the size of this chunk, aim the next one at nine tenths of the limit.
             ratio = text / max(size, 1)
             self._text_limit = int(min(4.0, max(0.1, ratio)) * self._max_bytes * 0.9)
             yield ArrowContent(self._head, batch, odd, None)
@@ -137,7 +137,7 @@ class ArrowEncoder:
 
 
 class BatchParser:
-    """Turns rows of COPY text into a record batch with typed columns."""
+    """Parses rows of COPY text into a record batch with typed columns."""
 
     def __init__(self, columns: Sequence[CopyColumn]) -> None:
         self._columns = [_Column(column) for column in columns]
@@ -205,7 +205,7 @@ def _convert_options(types: dict[str, Any]) -> Any:
 
 
 class _Column:
-    """How one column gets from COPY text to its Arrow array."""
+    """Converts one column from COPY text to its Arrow array."""
 
     def __init__(self, column: CopyColumn) -> None:
         self.name = column.name
@@ -214,7 +214,7 @@ class _Column:
         self._convert = converter_for(column.type, json_messages=True).convert
         self._is_text = self.type == pa.string()
         self._by_value = pa.types.is_list(self.type) or pa.types.is_binary(self.type)
-        # Parsed by Arrow itself, or as text that Python goes on with.
+        # The type that Arrow parses; text if Python converts the values afterwards.
         self.parsed_type = pa.string() if self._by_value else self.type
         self._element = (
             _element_reader(self.type.value_type) if pa.types.is_list(self.type) else None
@@ -265,7 +265,7 @@ class _Column:
                 convert_options=_convert_options({"0": self.type}),
             )
         except pa.ArrowInvalid:
-            # Its message would quote a value of a row.
+            # Arrow's message would quote a value of a row.
             raise ProtocolError(
                 f"column {self.name!r} holds a value that is no {self.type}; ask for msgpack"
             ) from None
@@ -294,7 +294,7 @@ def _strange_test(kind: Any) -> Callable[[str], bool] | None:
 
 
 def _flat(wire: Any, read: Callable[[Any], Any]) -> list[Any] | None:
-    """The elements of a one-dimensional array, None where they do not fit a list column."""
+    """The elements of a one-dimensional array; None if they do not fit a list column."""
     if not isinstance(wire, list):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Chunks: what every format shares, from the head of the document to the message."""
+"""Chunks: what all formats share, from the head of the document to the message."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from bridge.snapshot.messages import TrainedDictionary
 
     StoreObject = Callable[[bytes], dict[str, Any]]
-    """Stores a wide row as an object and gives the reference to it."""
+    """Stores a wide row as an object and returns the reference to it."""
 
-# Beyond this a message gains nothing; nats-server and readers hold each one whole.
+# Larger messages have no advantage, and nats-server and readers hold each one in memory.
 LARGEST_BYTES: Final = 900_000
-# Document head, NATS headers and rounding; all of them are far smaller.
+# Reserved for document head, NATS headers and rounding, which are far smaller.
 RESERVED_BYTES: Final = 16 * 1024
-# A dictionary replaces the beginning of a window; past this size a chunk is its own dictionary.
+# A dictionary only helps at the beginning of the data; larger chunks gain nothing from it.
 DICTIONARY_HELPS_BYTES: Final = 32 * 1024
 REFERENCE: Final = "$ref"
 
@@ -54,7 +54,7 @@ class ChunkHead:
 
 
 class ChunkContent(Protocol):
-    """The rows of one chunk, which lack only its number."""
+    """The rows of one chunk, before it has a number."""
 
     @property
     def row_count(self) -> int: ...
@@ -66,17 +66,17 @@ class ChunkContent(Protocol):
 
 
 class ChunkEncoder(Protocol):
-    """Gathers rows of a COPY into chunks of one format."""
+    """Collects rows of a COPY into chunks of one format."""
 
     def add(self, lines: list[bytes]) -> Iterator[ChunkContent]:
-        """Take rows; chunks that are full come out."""
+        """Add rows; yield the chunks that are full."""
 
     def flush(self) -> Iterator[ChunkContent]:
-        """Give what is left."""
+        """Yield the remaining rows as chunks."""
 
 
 def byte_limit(max_payload: int) -> int:
-    """How large the rows of a chunk may be, given what the server accepts."""
+    """The largest size of a chunk's rows, given the server's max_payload."""
     return min(LARGEST_BYTES, max(max_payload - RESERVED_BYTES, max_payload // 2))
 
 
@@ -90,7 +90,7 @@ class ChunkMessage:
 
 
 class ChunkMessageBuilder:
-    """Compresses the chunks of one snapshot and gives them headers and checksums."""
+    """Compresses the chunks of one snapshot and adds headers and checksums."""
 
     def __init__(
         self, snapshot_id: str, *, zstd: bool, dictionary: TrainedDictionary | None = None

@@ -69,7 +69,7 @@ class RowContent:
         return b"".join([packer.bytes(), *self.blocks])
 
     def samples(self, count: int) -> list[bytes]:
-        """Some of the rows, each encoded by itself."""
+        """Some of the rows, each encoded separately."""
         if self.as_json:
             rows = json.loads(b"[%b]" % self.blocks[0])
             return [_json_rows([row]) for row in rows[:: max(1, len(rows) // count)]]
@@ -96,7 +96,7 @@ class RowSamples:
         self._bytes = 0
 
     def add(self, content: ChunkContent) -> None:
-        """Take some rows of a chunk, as encoded; a chunk of another format has none."""
+        """Add some encoded rows of a chunk; chunks of other formats have none."""
         is_full = len(self._rows) >= MOST_SAMPLES or self._bytes >= MOST_SAMPLE_BYTES
         if is_full or not isinstance(content, RowContent):
             return
@@ -105,12 +105,12 @@ class RowSamples:
         self._bytes += sum(map(len, rows))
 
     def train(self) -> bytes | None:
-        """A dictionary from these rows; None where they are too few or too unlike."""
+        """A dictionary from these rows; None if they are too few or too different."""
         return train(self._rows)
 
 
 class RowEncoder:
-    """Decodes rows of a COPY to values and encodes them as maps; wide ones by reference."""
+    """Decodes rows of a COPY to values and encodes them as maps; wide rows become objects."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class RowEncoder:
         self._bytes = 0
 
     def add(self, lines: list[bytes]) -> Iterator[ChunkContent]:
-        """Take rows; chunks that are full come out."""
+        """Add rows; yield the chunks that are full."""
         text_bytes = sum(map(len, lines)) + len(lines)
         share = self._max_bytes // _BLOCKS_PER_CHUNK
         step = min(_MOST_ROWS_PER_BLOCK, max(1, len(lines) * share // max(text_bytes, 1)))
@@ -152,14 +152,14 @@ class RowEncoder:
                 yield self._take()
 
     def flush(self) -> Iterator[ChunkContent]:
-        """Give what is left."""
+        """Yield the remaining rows as a chunk."""
         if self._count:
             yield self._take()
 
     def _add_rows(self, rows: Rows, raw: dict[int, list[str]]) -> Iterator[ChunkContent]:
         block = self._encode(rows)
         raw_bytes = sum(map(_raw_bytes, raw.values()))
-        # The comma between blocks of JSON is the one byte more.
+        # One more byte for the comma between blocks of JSON.
         if len(block) + 1 + raw_bytes > self._max_bytes:
             if len(rows) > 1:
                 half = len(rows) // 2

@@ -1,7 +1,7 @@
-"""Chunks and wide rows of a worker into JetStream: few unacknowledged at a time.
+"""Stores a worker's chunks and wide rows in JetStream; few are unacknowledged at a time.
 
-The COPY runs in the worker's main thread; this runs an event loop in another, so that reading rows
-does not wait for acknowledgements.
+The COPY runs in the worker's main thread. The store runs an event loop in another thread, so that
+reading rows does not wait for acknowledgements.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OBJECT_PART_BYTES: Final = 128 * 1024
 
 
 class ChunkStore:
-    """Publishes to the INIT stream from a thread of its own; every call blocks, none is async."""
+    """Publishes to the INIT stream from a thread of its own; all methods are blocking."""
 
     def __init__(self, nats_settings: Mapping[str, Any], prefix: str) -> None:
         subjects = Subjects(prefix)
@@ -50,7 +50,7 @@ class ChunkStore:
         self._stream = subjects.init_stream
         self._bucket = subjects.objects_bucket
         self.max_payload = 0
-        """The largest message that the server takes, known once the store is open."""
+        """The largest message that the server accepts; set by `open`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="nats")
         self._window = threading.Semaphore(WINDOW)
@@ -64,7 +64,7 @@ class ChunkStore:
         self.max_payload = self._run(self._connect())
 
     def close(self) -> None:
-        """Disconnect without waiting for what is not acknowledged."""
+        """Disconnect without waiting for acknowledgements."""
         if self._client is not None:
             with suppress(Exception):
                 self._run(self._client.close())
@@ -72,7 +72,7 @@ class ChunkStore:
         self._thread.join(5)
 
     def publish(self, subject: str, message: ChunkMessage, stored: Callable[[], None]) -> None:
-        """Send a chunk; `stored` is called, from the other thread, once it is acknowledged."""
+        """Send a chunk; the other thread calls `stored` once it is acknowledged."""
         self._window.acquire()
         self._raise_failure()
         asyncio.run_coroutine_threadsafe(self._store(subject, message, stored), self._loop)
@@ -86,7 +86,7 @@ class ChunkStore:
         self._raise_failure()
 
     def put_object(self, name: str, payload: bytes) -> dict[str, Any]:
-        """Store a row that no message can carry, and return the reference to it."""
+        """Store a row that is too large for a message; return the reference to it."""
         self._raise_failure()
         self._run(self._put(name, payload))
         return object_reference(self._bucket, name, payload)
@@ -147,7 +147,7 @@ class ChunkStore:
         while True:
             try:
                 objects = await self._js.object_store(self._bucket)
-                # The default part of an object can be larger than what the server accepts.
+                # The default part size of an object can exceed the server's max_payload.
                 part = min(OBJECT_PART_BYTES, self._client.max_payload // 2)
                 options = ObjectMetaOptions(max_chunk_size=part)
                 await objects.put(name, payload, ObjectMeta(name=name, options=options))
@@ -162,7 +162,7 @@ class ChunkStore:
 
 
 async def _ignore(_: Exception) -> None:
-    """Errors of the connection show in the publishes that fail."""
+    """Connection errors are reported by the publishes that fail."""
 
 
 def _may_pass(error: BaseException) -> bool:

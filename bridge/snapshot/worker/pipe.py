@@ -22,10 +22,10 @@ ALIVE_SECONDS: Final = 5.0
 
 
 class CoordinatorPipe:
-    """Sends reports from any thread, and receives commands; the process ends with the bridge."""
+    """Sends reports from any thread and receives commands; ends the process with the bridge."""
 
     def __init__(self) -> None:
-        # Nothing else may write between the messages, whatever a library prints.
+        # No other output, such as a library's, may mix with the messages.
         self._out = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class CoordinatorPipe:
             time.sleep(ALIVE_SECONDS)
 
     def _read(self) -> None:
-        # Unbuffered: a thread that waits in a buffer of sys.stdin would disturb an orderly exit.
+        # Unbuffered: a thread that blocks in the buffer of sys.stdin would prevent a clean exit.
         pending = b""
         with suppress(OSError):
             while data := os.read(0, READ_BYTES):

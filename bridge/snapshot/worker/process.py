@@ -1,7 +1,7 @@
 """A snapshot worker: a process that copies pieces of tables into chunks.
 
-Commands come on stdin, so that no secret shows in the process list; reports go to stdout. The end
-of stdin means that the bridge is gone: the worker ends at once.
+It reads commands from stdin, so that no secret is visible in the process list, and writes reports
+to stdout. The end of stdin means that the bridge has ended: the worker exits immediately.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Worker:
     def _lock(self, session: CopySession, copiers: list[TableCopier]) -> None:
         self._pipe.send(Connected(session.backend_pid))
         limits = self._pipe.expect(LockTables)
-        # If this process dies while it waits, its session does not wait for ever.
+        # The limit makes sure that the session ends even if this process dies while it waits.
         session.set_lock_timeout(limits.lock_seconds)
         hold("snapshot.lock")
         errors = {}
@@ -78,7 +78,7 @@ class Worker:
                 session.lock(lock_sql(copier.description))
             except StatementFailed as error:
                 errors[copier.index] = str(error)
-        # If the bridge is frozen and sends no command, the session does not keep its locks.
+        # The limit makes sure that the locks are released if the bridge hangs.
         session.set_idle_timeout(limits.idle_seconds)
         hold("snapshot.locked")
         self._pipe.send(LocksTaken(errors))
@@ -125,9 +125,9 @@ class Worker:
 
 
 def _lower_priority() -> None:
-    """Let everything else on the machine go first from here on.
+    """Lower the priority of this process, so that the copy does not slow down other work.
 
-    Not earlier: an exported snapshot, and whoever asked for it, waits for the worker to be ready.
+    It must not be lowered earlier, because an exported snapshot waits for the worker to start.
     """
     behind = NICENESS - os.nice(0) + _STARTED_AT
     if behind > 0:
@@ -137,15 +137,15 @@ def _lower_priority() -> None:
 def _described(error: Exception) -> str:
     if isinstance(error, BridgeError):
         return str(error)
-    # The text of another exception can quote a value of a row.
+    # The text of other exceptions can contain values of rows.
     return type(error).__name__
 
 
 def main() -> int:
-    """Work on one task after another, until the bridge ends the process."""
-    # Ctrl-C reaches the whole process group; the bridge alone decides what it means.
+    """Perform one task after another until the bridge ends the process."""
+    # Ctrl-C is sent to the whole process group, but only the bridge may react to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Rows come and go by the million and hold no cycles; looking for some costs a third.
+    # Rows contain no reference cycles, and searching for cycles costs a third of the time.
     gc.set_threshold(GARBAGE_THRESHOLD)
     pipe = CoordinatorPipe()
     while True:

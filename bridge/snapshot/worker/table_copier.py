@@ -1,4 +1,4 @@
-"""One table as one worker copies it, from rows to acknowledged chunks."""
+"""Copies one table in one worker, from rows to acknowledged chunks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TableCopier:
         )
 
     def copy(self, session: CopySession, piece: Piece) -> None:
-        """Copy one piece; what does not fill a chunk waits for the next."""
+        """Copy one piece; rows that do not fill a chunk are kept for the next piece."""
         statement = copy_sql(self.description, piece)
         with closing(copy_rows(session.connection, statement)) as blocks:
             for lines in blocks:
@@ -94,7 +94,7 @@ class TableCopier:
                     self._send(content)
 
     def finish(self) -> None:
-        """Send what is left and wait for every acknowledgement."""
+        """Send the remaining rows and wait for all acknowledgements."""
         for content in self._encoder.flush():
             self._send(content)
         self._store.drain()
