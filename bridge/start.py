@@ -179,7 +179,7 @@ class _Opening:
                 )
             raise_if_blocked(f for f in findings if f.code != "slot-lost")
         except DriverError as error:
-            raise explain(error, "PostgreSQL cannot be looked at") from error
+            raise explain(error, "PostgreSQL cannot be checked") from error
         finally:
             await connection.close()
         if settings.origin == "none" and postgres.version < ORIGIN_VERSION:

@@ -234,7 +234,7 @@ class View:
         lines = [
             f" {paint('bold', 'tailrace demo')}  {paint('dim', self._clock())}",
             f" dashboard  {paint('cyan', self.dashboard)}",
-            f" look in    {paint('cyan', f'NATS_URL={self.nats_url} cdc tail orders')}",
+            f" follow     {paint('cyan', f'NATS_URL={self.nats_url} cdc tail orders')}",
             "",
             *self._pipeline(paint),
             "",

@@ -196,7 +196,7 @@ class Workload:
                 for number in range(SESSIONS):
                     group.create_task(self._session(number))
         except* psycopg.OperationalError as errors:
-            raise SourceError(f"the shop lost its database: {errors.exceptions[0]}") from errors
+            raise SourceError(f"the workload lost its database: {errors.exceptions[0]}") from errors
 
     async def execute(self, statement: str) -> None:
         """Run one statement on a connection of its own."""

@@ -134,7 +134,7 @@ async def end_batch(client: Client, subject: str, batch_id: bytes) -> bool:
 
 def _refusal(data: bytes, headers: dict[str, str] | None) -> Refusal | None:
     if headers and headers.get("Status"):
-        return Refusal(int(headers["Status"]), "no JetStream leader takes the message")
+        return Refusal(int(headers["Status"]), "no JetStream leader accepts the message")
     try:
         answer = json.loads(data)
     except ValueError:

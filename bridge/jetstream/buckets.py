@@ -37,8 +37,7 @@ async def ensure_bucket(
         raise Retryable(f"bucket {bucket}: NATS does not answer") from error
     except nats.errors.Error as error:
         raise BrokerError(
-            f"bucket {bucket} cannot be used: {error}; "
-            "`bridge check` looks at permissions and limits"
+            f"bucket {bucket} cannot be used: {error}; `bridge check` checks permissions and limits"
         ) from error
 
 
@@ -56,7 +55,7 @@ async def ensure_objects(js: JetStreamContext, bucket: str, settings: Settings) 
     except nats.errors.Error as error:
         raise BrokerError(
             f"object store {bucket} cannot be used: {error}; "
-            "`bridge check` looks at permissions and limits"
+            "`bridge check` checks permissions and limits"
         ) from error
 
 

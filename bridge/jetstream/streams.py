@@ -121,7 +121,7 @@ async def ensure_stream(
                 "start nats-server with -js, or enable jetstream in the account"
             ) from error
         raise BrokerError(
-            f"stream {name} cannot be created: {error}; `bridge check` looks at limits, "
+            f"stream {name} cannot be created: {error}; `bridge check` checks limits, "
             "overlapping subjects and permissions"
         ) from error
     if subjects not in state.config.get("subjects", []) and ">" not in state.config.get(

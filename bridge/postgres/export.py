@@ -55,7 +55,7 @@ ORDER BY p.prepared
 
 
 REMEDIES: Final = {
-    CONFIGURATION_LIMIT_EXCEEDED: "raise max_replication_slots, or drop slots nobody uses",
+    CONFIGURATION_LIMIT_EXCEEDED: "raise max_replication_slots, or drop unused slots",
     OBJECT_NOT_IN_PREREQUISITE_STATE: "set wal_level = logical and restart PostgreSQL",
 }
 POLL_SECONDS: Final = 0.5

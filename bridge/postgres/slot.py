@@ -120,7 +120,7 @@ class Slot:
                 "start with --on-gap=new-epoch, consumers will bootstrap again"
             )
         if error.sqlstate in _FIX_THE_DATABASE:
-            return SourceError(f"{error.message}; `bridge check` tells what to grant or set")
+            return SourceError(f"{error.message}; `bridge check` reports what to grant or set")
         return Retryable(error.message)
 
     async def position(self) -> int:

@@ -149,7 +149,7 @@ async def _check_connected(
 
 def _unusable(what: str, fix: str) -> Finding:
     return problem(
-        "nats", "nats-unreachable", what, "nothing on it could be looked at", fix, blocks=True
+        "nats", "nats-unreachable", what, "nothing on it could be checked", fix, blocks=True
     )
 
 

@@ -116,7 +116,7 @@ def _decide(
     """The decision of a start; a missing slot or stream is left out of the comparison."""
     progress = record.progress or {}
     if position.active:
-        # A running bridge confirms everything when it stops, so its publication may change.
+        # A running bridge confirms everything when it stops, so a new publication is no gap.
         publication = str(progress.get("publication") or publication)
     return decide(
         record,

@@ -186,7 +186,7 @@ async def _missing(client: Client, name: str, subject: str) -> list[Finding]:
             f"stream {', '.join(holders)} already holds subjects within {subject}",
             f"stream {name} cannot be created beside it",
             f"nats req '$JS.API.STREAM.DELETE.{holders[0]}' ''\n"
-            "# only if nobody needs it; else give the bridge another --prefix",
+            "# only if it is not needed; else give the bridge another --prefix",
             blocks=True,
         )
     ]

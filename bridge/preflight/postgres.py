@@ -110,7 +110,7 @@ async def published_tables(connection: CatalogConnection, publication: str) -> P
         return await read_publication(connection, publication, connection.info.server_version)
     except (TablesLocked, DriverError) as error:
         raise SourceError(
-            f"publication {publication} cannot be looked at: {one_line(error)}; try again later"
+            f"publication {publication} cannot be read: {one_line(error)}; try again later"
         ) from error
 
 
@@ -119,7 +119,7 @@ def _locked(error: TablesLocked) -> Finding:
         "postgres",
         LOCKED,
         str(error),
-        "the publication cannot be looked at; changes stream all the same, snapshots wait",
+        "the publication cannot be checked; changes are still streamed, but snapshots wait",
         "\n".join([*error.statements, "-- or check again when its transaction has ended"]),
     )
 
@@ -129,9 +129,9 @@ def unreadable(error: DriverError) -> Finding:
     return problem(
         "postgres",
         "pg-unreadable",
-        f"PostgreSQL cannot be looked at: {one_line(error)}",
+        f"PostgreSQL cannot be checked: {one_line(error)}",
         "the rest of the checks could not be made",
-        "-- try again; look for a statement_timeout of the role and at the log of PostgreSQL",
+        "-- try again; check the role's statement_timeout and the log of PostgreSQL",
         blocks=True,
     )
 
@@ -146,7 +146,7 @@ def _unreachable(conninfo: str, error: DriverError) -> Finding:
         "postgres",
         "pg-unreachable",
         f"cannot connect to PostgreSQL: {text}",
-        "nothing on it could be looked at",
+        "nothing on it could be checked",
         fix,
         blocks=True,
     )

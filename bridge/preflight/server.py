@@ -188,7 +188,7 @@ def _slots(facts: ServerFacts) -> Finding:
         return ok("postgres", "replication-slots", shown)
     fix = (
         f"ALTER SYSTEM SET max_replication_slots = {facts.slots + 5};\n"
-        f"-- {RESTART}; or drop a slot nobody uses, see the view pg_replication_slots"
+        f"-- {RESTART}; or drop an unused slot, see the view pg_replication_slots"
     )
     if for_bridge < 1:
         return problem(

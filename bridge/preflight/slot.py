@@ -86,8 +86,8 @@ def check_slots(
                     "orphan-slot",
                     f"slot {slot.name} is not in use and keeps {format_bytes(slot.retained)} "
                     "of WAL",
-                    "nobody reads it, and it grows until the disk is full",
-                    f"{_drop(slot.name)}\n-- if its reader will not come back",
+                    "no client reads it, and its WAL grows until the disk is full",
+                    f"{_drop(slot.name)}\n-- if its reader will not return",
                 )
             )
     return found
@@ -106,7 +106,7 @@ def _own(
             "slot-plugin",
             f"slot {name} is a {kind} slot, not one of pgoutput",
             "it belongs to another program or cannot carry what the bridge reads",
-            f"{_drop(name)}\n-- only if nobody needs it; else choose another name with --slot",
+            f"{_drop(name)}\n-- only if it is not needed; else choose another name with --slot",
             blocks=True,
         )
         return
@@ -116,7 +116,7 @@ def _own(
             "slot-database",
             f"slot {name} belongs to database {slot.database}, not to {facts.database}",
             "a logical slot serves one database",
-            f"{_drop(name)}\n-- only if nobody needs it; else choose another name with --slot",
+            f"{_drop(name)}\n-- only if it is not needed; else choose another name with --slot",
             blocks=True,
         )
         return

@@ -166,7 +166,7 @@ RULES = (
         "problem",
         lambda c: bool(c.get("sealed")),
         "is sealed",
-        "it takes no message any more",
+        "it accepts no messages",
         None,
         blocks=True,
     ),
@@ -183,7 +183,7 @@ RULES = (
         "warning",
         lambda c: c["discard"] == "new" and (c["max_bytes"] > 0 or c["max_msgs"] > 0),
         "refuses new messages when full",
-        "the bridge then waits and PostgreSQL keeps WAL, until somebody makes room",
+        "the bridge then waits, and PostgreSQL keeps WAL, until an operator frees space",
         {"discard": "old"},
     ),
     Rule(

@@ -145,7 +145,7 @@ class CoverageWatch:
             try:
                 await self._compare()
             except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:
-                event(log, "coverage not looked at", level=logging.DEBUG, reason=str(error))
+                event(log, "coverage not compared", level=logging.DEBUG, reason=str(error))
             await asyncio.sleep(min(interval, POLL_SECONDS))
 
     async def _compare(self) -> None:

@@ -213,7 +213,7 @@ def decode_command(line: bytes) -> Command:
         return _commands.decode(line)
     except _DAMAGED:
         # The error's own text can quote the message, which contains credentials.
-        raise SnapshotError("the bridge sent its snapshot worker no valid message") from None
+        raise SnapshotError("the bridge sent an invalid message to its snapshot worker") from None
 
 
 def decode_report(line: bytes) -> Report:
@@ -221,7 +221,7 @@ def decode_report(line: bytes) -> Report:
     try:
         return _reports.decode(line)
     except _DAMAGED:
-        raise SnapshotError("a snapshot worker sent the bridge no valid message") from None
+        raise SnapshotError("a snapshot worker sent an invalid message to the bridge") from None
 
 
 def unexpected(message: Command | Report) -> SnapshotError:

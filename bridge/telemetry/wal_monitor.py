@@ -106,7 +106,7 @@ def judge_slot(
             "slot-missing",
             missing,
             f"replication slot {slot} does not exist",
-            "somebody dropped it; restart the bridge, which says what can be proven and what not",
+            "it was dropped; restart the bridge, which reports whether continuity is lost",
         )
         return shown
     stats.clear_warning("slot-missing")
@@ -164,7 +164,7 @@ def _lag_remedy(stats: BridgeStats) -> str:
     if not stats.is_connected:
         return "the replication connection is down: see last_error and the log"
     if stats.ring_capacity and stats.ring_depth >= stats.ring_capacity // 2:
-        return "NATS takes events slower than PostgreSQL writes them: look at its disk and replicas"
+        return "NATS stores events slower than PostgreSQL writes them: check its disk and replicas"
     return (
         "a large transaction is being decoded, or writes outrun the bridge; try --pack and --zstd"
     )

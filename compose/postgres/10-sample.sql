@@ -1,4 +1,4 @@
--- Two tables to play with; in production your own take their place.
+-- Two sample tables for development.
 CREATE TABLE users (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     name text NOT NULL,

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The bridge's role and publication: it may replicate and read, nothing more.
+# Creates the publication and the bridge's role, which may only replicate and read.
 set -eu
 psql -v ON_ERROR_STOP=1 --username "$POSTGRES_USER" --dbname "$POSTGRES_DB" \
     -v role="$POSTGRES_BRIDGE_USER" -v password="$POSTGRES_BRIDGE_PASSWORD" \

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A second database for the mirror to write into, with an owner of its own.
+# Creates a second database for the mirror, with its own owner.
 set -eu
 psql -v ON_ERROR_STOP=1 --username "$POSTGRES_USER" --dbname postgres \
     -v role="$MIRROR_USER" -v password="$MIRROR_PASSWORD" -v database="$MIRROR_DB" <<'SQL'

@@ -203,9 +203,9 @@ class RequestListener:
         except TimeoutError:
             answer = _later("PostgreSQL or NATS answers too slowly")
         except LockTimeout:
-            answer = _later("another session has locked this or another published table for itself")
+            answer = _later("another session has locked this or another published table")
         except StatementFailed:
-            answer = _later("PostgreSQL cannot be asked at the moment")
+            answer = _later("PostgreSQL cannot answer at the moment")
         except (BridgeError, Retryable) as error:
             answer = {"ok": False, "error": str(error)}
         except (nats.errors.Error, OSError):

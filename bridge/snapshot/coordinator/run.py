@@ -244,7 +244,7 @@ class ExportRun:
             self._registry.restart(job)
             return
         await self._registry.fail(
-            job, f"{reason} during each of {MOST_ATTEMPTS} attempts; ask again when it is at rest"
+            job, f"{reason} during each of {MOST_ATTEMPTS} attempts; ask again later"
         )
 
     async def _plan(
