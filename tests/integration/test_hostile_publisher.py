@@ -104,7 +104,7 @@ async def test_a_meta_that_is_none_is_passed_over(
 
 async def test_progress_of_another_source_is_corrupt(publisher: Publisher, client: Client) -> None:
     await publisher.progress(source="other")
-    with pytest.raises(CorruptData, match="of another source"):
+    with pytest.raises(CorruptData, match="belongs to another source"):
         await client.progress("shop")
     with pytest.raises(CorruptData, match="progress of source 'other'"):
         await anext(client.feed(None, 1))
