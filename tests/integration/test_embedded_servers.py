@@ -205,22 +205,23 @@ async def test_three_nats_nodes_replicate_a_stream_and_survive_the_loss_of_one(
     client = await nats.connect(nats_cluster.url.split(","), reconnect_time_wait=0.1)
     jetstream = client.jetstream(timeout=20)
     await jetstream.add_stream(StreamConfig(name="R3", subjects=["r3"], num_replicas=3))
-    await jetstream.publish("r3", b"before")
+    await _publish_until_acknowledged(client, "r3", "before")
     info = await client.jsm().stream_info("R3")
     assert info.cluster is not None
     leader = next(server for server in nats_cluster.servers if server.name == info.cluster.leader)
     leader.kill()
-    acknowledged = await _publish_until_acknowledged(client, "r3")
+    acknowledged = await _publish_until_acknowledged(client, "r3", "after")
     assert acknowledged == 2
     await client.close()
 
 
-async def _publish_until_acknowledged(client: nats.NATS, subject: str) -> int:
-    # Without a leader a publish is answered by "no responders" or not at all; the id makes it safe.
+async def _publish_until_acknowledged(client: nats.NATS, subject: str, msg_id: str) -> int:
+    # Without a leader, also right after the stream was created, a publish is answered by "no
+    # responders" or not at all; the id makes it safe to repeat.
     for _ in range(100):
         try:
-            headers = {"Nats-Msg-Id": "after"}
-            answer = await client.jetstream(timeout=1).publish(subject, b"after", headers=headers)
+            headers = {"Nats-Msg-Id": msg_id}
+            answer = await client.jetstream(timeout=1).publish(subject, b"", headers=headers)
         except (nats.errors.Error, nats.js.errors.APIError):
             await asyncio.sleep(0.1)
         else:
