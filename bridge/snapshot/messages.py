@@ -24,6 +24,7 @@ import msgspec
 
 from bridge.snapshot.errors import SnapshotError
 from bridge.snapshot.tables import Piece, TableDescription  # noqa: TC001 - msgspec reads them
+from consumer_sdk.wire.subjects import Subjects
 
 ChunkFormat: TypeAlias = Literal["msgpack", "json", "arrow"]
 
@@ -67,8 +68,17 @@ class CopyTask(Message, frozen=True):
     source: str
     epoch: int
     prefix: str
+    init_stream: str
+    """Its name, which does not follow from the prefix where `--init-stream` is set."""
     chunk_rows: int
     tables: tuple[TableTask, ...]
+
+    @property
+    def subjects(self) -> Subjects:
+        """Names on NATS."""
+        subjects = Subjects(self.prefix)
+        subjects.init_stream = self.init_stream
+        return subjects
 
 
 class LockTables(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import nats
 import pytest
@@ -164,8 +165,19 @@ async def test_stream_names_are_configurable(database, prefix, nats_client, brid
     assert [e.data for e in await log.changes("t")] == [{"id": 1}]
     assert (await raw_config(nats_client, f"{prefix}_Changes"))["max_age"] == 36 * 3600 * 10**9
     assert (await raw_config(nats_client, f"{prefix}_Snapshots"))["max_age"] == 90 * 60 * 10**9
-    with pytest.raises(NotFoundError):
-        await nats_client.jetstream().stream_info(Subjects(prefix).cdc_stream)
+    await nats_client.request(names.snapshot_request("t"), timeout=5)
+    js = nats_client.jetstream()
+
+    async def snapshot_end():
+        for subject in (names.meta("t"), names.error("t")):
+            with suppress(NotFoundError):
+                return (await js.get_last_msg(f"{prefix}_Snapshots", subject)).subject
+        return None
+
+    assert await eventually(snapshot_end) == names.meta("t")
+    for name in (Subjects(prefix).cdc_stream, Subjects(prefix).init_stream):
+        with pytest.raises(NotFoundError):
+            await js.stream_info(name)
 
 
 async def test_without_a_prefix_the_names_are_those_of_the_contract(

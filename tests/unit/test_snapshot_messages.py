@@ -61,6 +61,7 @@ COMMANDS: list[Command] = [
         source="src",
         epoch=1_700_000_000,
         prefix="p",
+        init_stream="Snapshots",
         chunk_rows=10_000,
         tables=(
             TableTask(
@@ -100,6 +101,12 @@ def test_a_command_survives_the_way_to_a_worker(command: Command) -> None:
     assert decode_command(line) == command
     with pytest.raises(SnapshotError):
         decode_report(line)
+
+
+def test_a_worker_is_told_the_name_of_the_stream() -> None:
+    task = decode_command(encode(COMMANDS[0]))
+    assert isinstance(task, CopyTask)
+    assert (task.subjects.init_stream, task.subjects.init) == ("Snapshots", "p.init")
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda one: type(one).__name__)

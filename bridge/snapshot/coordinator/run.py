@@ -325,6 +325,7 @@ class ExportRun:
             source=self._source.name,
             epoch=self._source.epoch,
             prefix=self._source.subjects.prefix,
+            init_stream=self._source.subjects.init_stream,
             chunk_rows=self._settings.chunk_rows,
             tables=tables,
         )

@@ -21,7 +21,6 @@ from bridge.jetstream.connection import options_of
 from bridge.snapshot.errors import SnapshotError
 from consumer_sdk.transport.connection import NatsConnection
 from consumer_sdk.wire.checksums import object_reference
-from consumer_sdk.wire.subjects import Subjects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from nats.js.client import JetStreamContext
 
     from bridge.snapshot.formats.chunks import ChunkMessage
+    from consumer_sdk.wire.subjects import Subjects
 
     Result = TypeVar("Result")
 
@@ -44,8 +44,7 @@ OBJECT_PART_BYTES: Final = 128 * 1024
 class ChunkStore:
     """Publishes to the INIT stream from a thread of its own; all methods are blocking."""
 
-    def __init__(self, nats_settings: Mapping[str, Any], prefix: str) -> None:
-        subjects = Subjects(prefix)
+    def __init__(self, nats_settings: Mapping[str, Any], subjects: Subjects) -> None:
         self._nats_settings = nats_settings
         self._stream = subjects.init_stream
         self._bucket = subjects.objects_bucket

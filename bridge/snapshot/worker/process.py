@@ -50,7 +50,7 @@ class Worker:
     def __init__(self, pipe: CoordinatorPipe, task: CopyTask) -> None:
         self._pipe = pipe
         self._task = task
-        self._store = ChunkStore(task.access.nats, task.prefix)
+        self._store = ChunkStore(task.access.nats, task.subjects)
 
     def run(self) -> None:
         """Work until the coordinator has no more pieces."""

@@ -19,7 +19,7 @@ from bridge.snapshot.messages import (
 )
 from bridge.snapshot.tables import Piece, copy_sql
 from consumer_sdk.transport.holds import hold
-from consumer_sdk.wire.subjects import Subjects, table_token
+from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
     from bridge.postgres.sessions import CopySession
@@ -47,7 +47,7 @@ class TableCopier:
         self._store = store
         self._pipe = pipe
         self._objects = 0
-        self._subjects = Subjects(task.prefix)
+        self._subjects = task.subjects
         self._token = table_token(own.description.schema, own.description.table)
         self._messages = ChunkMessageBuilder(
             own.snapshot_id, zstd=own.zstd, dictionary=own.dictionary
