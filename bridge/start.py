@@ -128,22 +128,15 @@ class _Opening:
             for token, document in stored_schemas.items()
             if document.get("source") != settings.slot
         }
-        try:
-            async with connection.kept_alive(settings.status_interval):
-                point = await ResumePoint.find(
-                    self._broker, settings, self._slot, server, foreign.__contains__, facts
-                )
-                self._resources.push_async_callback(point.stream.close)
-                pipeline = await self._build(
-                    postgres, connection, publication, point, stored_schemas
-                )
-        except DataAtRiskError:
-            created_at = facts.slot_created_at
-            if created_at is not None and await self._slot.position() == created_at:
-                # Until an operator decides, no bridge reads the new slot: it would only keep WAL.
-                await connection.close()
-                await self._slot.drop()
-            raise
+        async with (
+            self._slot.dropped_if_at_risk(connection, facts.slot_created_at),
+            connection.kept_alive(settings.status_interval),
+        ):
+            point = await ResumePoint.find(
+                self._broker, settings, self._slot, server, foreign.__contains__, facts
+            )
+            self._resources.push_async_callback(point.stream.close)
+            pipeline = await self._build(postgres, connection, publication, point, stored_schemas)
         return point, pipeline
 
     def _note_released(self) -> None:

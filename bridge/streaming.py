@@ -76,10 +76,14 @@ class Streaming:
     async def begin(self) -> None:
         """Write the progress record of the start, and begin to serve snapshot requests."""
         pipeline, point = self._pipeline, self._resume_point
-        async with pipeline.connection.kept_alive(self._settings.status_interval):
+        async with (
+            pipeline.slot.dropped_if_at_risk(pipeline.connection, point.slot_created_at),
+            pipeline.connection.kept_alive(self._settings.status_interval),
+        ):
             await pipeline.publisher.announce(point.known_lsn, point.server.flushed_lsn, point.gap)
-            await pipeline.snapshots.start()
+            # Also a start that fails half-way has begun something to be ended.
             self._resources.push_async_callback(pipeline.snapshots.stop)
+            await pipeline.snapshots.start()
         resume = point.continuity.resume
         event(
             log, "streaming starts", slot=self._settings.slot, publication=self._settings.pub,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from bridge.errors import DataAtRiskError, PublicationTooNew, Retryable, SourceError
@@ -22,7 +22,7 @@ from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.position import parse_lsn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from bridge.postgres.catalog import Catalog
     from bridge.postgres.connection import ReplicationConnection
@@ -93,6 +93,23 @@ class Slot:
                 return
             # The walsender takes a moment to notice that its client has disconnected.
             await asyncio.sleep(RELEASE_PAUSE_SECONDS)
+
+    @asynccontextmanager
+    async def dropped_if_at_risk(
+        self, connection: ReplicationConnection, created_at: int | None
+    ) -> AsyncIterator[None]:
+        """Drop the slot if the body raises DataAtRiskError and the slot is still new.
+
+        It is new as long as it stands where this bridge created it, at `created_at`.
+        """
+        try:
+            yield
+        except DataAtRiskError:
+            if created_at is not None and await self.position() == created_at:
+                # Until an operator decides, no bridge reads the new slot: it would only keep WAL.
+                await connection.close()
+                await self.drop()
+            raise
 
     async def start(self, connection: ReplicationConnection, origin: str) -> None:
         """Begin to stream; SlotInUse if another bridge streams."""

@@ -49,6 +49,8 @@ class ResumePoint:
 
     server: Server
     slot_lsn: int
+    slot_created_at: int | None
+    """Position of the slot when this bridge created it, if it did."""
     stream: FencedStream
     record: StreamRecord
     continuity: Continuity
@@ -90,7 +92,7 @@ class ResumePoint:
             raise
         if facts.gap is not None and continuity.gap is None:
             continuity = Continuity(Resume(), gap=facts.gap)
-        return cls(server, slot_lsn, stream, record, continuity)
+        return cls(server, slot_lsn, facts.slot_created_at, stream, record, continuity)
 
     def choose_epoch(self, source: str, *, may_begin_new: bool) -> int:
         """The epoch to stream in; DataAtRiskError if a new one is needed but not permitted."""
