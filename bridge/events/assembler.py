@@ -16,7 +16,7 @@ from struct import Struct
 from struct import error as StructError  # noqa: N812 - an exception, whatever its case
 from typing import TYPE_CHECKING, Any, Final
 
-from bridge.errors import ProtocolError
+from bridge.errors import BrokerError, ProtocolError
 from bridge.events.encoders import SHARED_FIELDS
 from bridge.events.logical_messages import LogicalMessages
 from bridge.events.messages import OutgoingMessage, TransactionHeader
@@ -228,7 +228,13 @@ class Assembler:
             fields.pop("tables", None)
             payload = encode(SHARED_FIELDS, parts.shared, fields)
             fitted = self._packaging.fitted(parts.token, payload)
-            assert fitted is not None
+            if fitted is None:
+                # Without it, readers of this table would never see the end of the transaction.
+                raise BrokerError(
+                    f"the end of a transaction takes {len(payload)} bytes, more than a message may "
+                    f"have here ({self._packaging.limit}); raise max_payload of nats-server, "
+                    f"which is {self._packaging.max_payload}"
+                )
         payload, headers = fitted
         message = OutgoingMessage.commit(
             subject=parts.subject, msg_id=msg_id, headers=headers, payload=payload,

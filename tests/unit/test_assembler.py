@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from bridge.errors import HistoryBroken, ProtocolError
+from bridge.errors import BrokerError, HistoryBroken, ProtocolError
 from bridge.events.messages import ITEM_OVERHEAD, OutgoingMessage, Oversized, SchemaNotice
 from bridge.events.packed import PACK_BYTES, PACK_ROWS
 from bridge.events.resume import Resume
@@ -293,6 +293,12 @@ def test_commit_messages_of_very_many_tables_stay_below_the_limit():
     assert all(len(item.payload) < 8_000 for item, _ in commits)
     assert all(d["changes"] == 300 and d["end_lsn"] == 108 for _, d in commits)
     assert all(type(item) is OutgoingMessage for item in made.out)
+
+
+def test_a_commit_message_that_fits_no_message_stops_the_bridge_with_a_reason():
+    made = harness(max_payload=2_200)
+    with pytest.raises(BrokerError, match="raise max_payload of nats-server, which is 2200"):
+        made.transaction(100, insert(T, 1), insert(U, 1))
 
 
 def test_the_end_of_a_transaction_over_very_many_tables_takes_little_memory():
