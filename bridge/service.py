@@ -68,7 +68,7 @@ OUTAGE_POLL_SECONDS = 2.0
 T = TypeVar("T")
 
 
-class _StopRequested(Exception):
+class StopRequested(Exception):
     """The bridge was asked to stop while it waited for something."""
 
 
@@ -131,7 +131,7 @@ class Service:
         try:
             await self._startup()
             await self._main_loop()
-        except _StopRequested:
+        except StopRequested:
             pass
         except BridgeError as error:
             self._enter(State.FAILED)
@@ -311,18 +311,24 @@ class Service:
                 return
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do work that may take long; a request to stop cancels it."""
+        """Do work that may take long; a request to stop cancels it.
+
+        A cancellation can get lost, see `stay_cancelled`: then the work is done after all, and
+        what it has opened is the caller's to close.
+        """
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            raise _StopRequested
         finally:
             stop.cancel()
             task.cancel()
             await asyncio.wait((task, stop))
+        if task.cancelled() or task.exception() is not None:
+            raise StopRequested
+        return task.result()
 
     def _report_not_streaming(self, reason: str, level: int = logging.WARNING) -> None:
         self.stats.last_error = reason

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
+from bridge.config import load
+from bridge.service import Service, StopRequested
 from consumer_sdk.transport.cancellation import stay_cancelled
 
 
@@ -53,3 +56,38 @@ async def test_a_cancellation_on_its_way_does_not_hit_the_tidying_up():
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(work())
     assert tidied == ["done"]
+
+
+async def test_work_that_a_stop_did_not_reach_is_handed_over_to_be_closed():
+    service = Service(load({"slot": "s", "pub": "p"}, environ={}))
+    began = asyncio.Event()
+
+    async def work() -> str:
+        began.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
+        return "opened"
+
+    task = asyncio.create_task(service._unless_stopped(work()))
+    await began.wait()
+    service.request_shutdown()
+    assert await task == "opened"
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), OSError("lost")])
+async def test_work_that_a_stop_has_ended_is_not_an_error(error: BaseException):
+    service = Service(load({"slot": "s", "pub": "p"}, environ={}))
+    began = asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(10)
+        finally:
+            raise error
+
+    task = asyncio.create_task(service._unless_stopped(work()))
+    await began.wait()
+    service.request_shutdown()
+    with pytest.raises(StopRequested):
+        await task
