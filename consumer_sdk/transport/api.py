@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from consumer_sdk.errors import NotAvailable
@@ -26,6 +26,7 @@ NOT_ENABLED: Final = (10039, 10076)
 """JetStream is not enabled for the account, or not at all."""
 NOT_FOUND: Final = 404
 UNAVAILABLE: Final = 503
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class ApiError(Exception):
@@ -107,9 +108,7 @@ def parse_headers(block: bytes | None) -> dict[str, str] | None:
 
 def parse_time_us(text: str) -> int:
     """A server's RFC 3339 time as whole microseconds since 1970."""
-    head, _, fraction = text.rstrip("Z").partition(".")
-    seconds = int(datetime.fromisoformat(head + "+00:00").timestamp())
-    return seconds * 1_000_000 + int((fraction + "000000")[:6])
+    return (datetime.fromisoformat(text) - _EPOCH) // timedelta(microseconds=1)
 
 
 async def stream_bounds(nc: NatsConnection, stream: str) -> StreamBounds:

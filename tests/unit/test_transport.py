@@ -90,3 +90,4 @@ def test_a_servers_time_is_cut_to_microseconds() -> None:
     assert parse_time_us("1970-01-01T00:00:01.123456789Z") == 1_123_456
     assert parse_time_us("1970-01-01T00:00:01Z") == 1_000_000
     assert parse_time_us("1970-01-01T00:00:01.5Z") == 1_500_000
+    assert parse_time_us("1970-01-01T02:00:01.123456789+02:00") == 1_123_456
