@@ -9,6 +9,9 @@ BridgeError
         TableTaken         another source publishes the table on this stream.
     DataAtRiskError        exit 4: continuing could lose changes; decide, then start again.
         HistoryBroken      PostgreSQL sends other transactions than the stream has recorded.
+    Refused                the request for a snapshot is answered with the reason.
+    ForeignTable           the bridge that publishes the table answers that request.
+    SnapshotError          a snapshot fails; the next request begins a new one.
 Retryable                  waiting can help: the bridge tries again with backoff.
     SchemaOvertaken        another bridge has stored a newer schema version: start again.
 """
@@ -62,6 +65,18 @@ class DataAtRiskError(BridgeError):
 
 class HistoryBroken(DataAtRiskError):
     """The server's log differs from the one that was streamed before; a new epoch is needed."""
+
+
+class Refused(BridgeError):
+    """A request is refused; the message gives the reason and an alternative."""
+
+
+class ForeignTable(BridgeError):
+    """Another source of the same stream publishes the table."""
+
+
+class SnapshotError(BridgeError):
+    """A snapshot that was begun cannot be completed."""
 
 
 class Retryable(Exception):

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from bridge.snapshot.errors import SnapshotError
+from bridge.errors import SnapshotError
 from bridge.snapshot.tables import Piece, TableDescription  # noqa: TC001 - msgspec reads them
 from consumer_sdk.wire.subjects import Subjects
 

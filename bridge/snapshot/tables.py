@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from bridge.errors import Refused
 from bridge.events.values import ColumnType
 from bridge.postgres.publication import read_entry
-from bridge.snapshot.errors import Refused
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:

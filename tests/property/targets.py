@@ -12,11 +12,10 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import ProtocolError
+from bridge.errors import ProtocolError, Refused
 from bridge.jetstream.record import StreamRecord
 from bridge.postgres.copy_stream import FrameSplitter
 from bridge.snapshot.coordinator.requests import body_is_json, parse_request
-from bridge.snapshot.errors import Refused
 from bridge.telemetry.http import HttpServer
 from bridge.telemetry.stats import BridgeStats
 from bridge.wal.framing import POSTGRES_EPOCH_US, parse_frame

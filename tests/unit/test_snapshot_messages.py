@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
+from bridge.errors import SnapshotError
 from bridge.events.values import ColumnType
 from bridge.snapshot.coordinator.jobs import JobState, SnapshotJob
-from bridge.snapshot.coordinator.requests import RequestOptions
-from bridge.snapshot.errors import SnapshotError
+from bridge.snapshot.coordinator.requests import CopyOptions
 from bridge.snapshot.messages import (
     Alive,
     ChunkNumber,
@@ -148,7 +148,7 @@ def test_a_snapshot_goes_through_its_states_in_one_direction() -> None:
         (JobState.COPYING, JobState.FAILED),
     }
     for before, after in itertools.product(JobState, JobState):
-        options = RequestOptions(None, "msgpack", False)
+        options = CopyOptions(None, "msgpack", False)
         job = SnapshotJob("public", "t", options, {}, "id", SnapshotGauge("t"), state=before)
         if (before, after) in allowed:
             job.move_to(after)

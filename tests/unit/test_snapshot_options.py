@@ -7,19 +7,19 @@ import json
 import msgpack
 import pytest
 
-from bridge.snapshot.coordinator.requests import RequestOptions, body_is_json, parse_request
-from bridge.snapshot.errors import Refused
+from bridge.errors import Refused
+from bridge.snapshot.coordinator.requests import CopyOptions, body_is_json, parse_request
 
 
-def parse(body: bytes, headers: dict[str, str] | None = None) -> RequestOptions:
+def parse(body: bytes, headers: dict[str, str] | None = None) -> CopyOptions:
     return parse_request(body, headers, as_json=False, zstd=True).options
 
 
 def test_an_empty_request_takes_the_defaults_of_the_bridge() -> None:
     for body in (b"", b"  ", msgpack.packb({}), b"{}"):
-        assert parse(body) == RequestOptions(None, "msgpack", True)
+        assert parse(body) == CopyOptions(None, "msgpack", True)
     request = parse_request(b"", None, as_json=True, zstd=False)
-    assert request.options == RequestOptions(None, "json", False)
+    assert request.options == CopyOptions(None, "json", False)
     assert (request.asked, request.fresh) == ({}, False)
 
 
@@ -28,7 +28,7 @@ def test_options_are_read_in_either_encoding(pack: object) -> None:
     assert callable(pack)
     body = pack({"columns": ["b", "a"], "format": "json", "zstd": False, "fresh": True})
     request = parse_request(body, None, as_json=False, zstd=True)
-    assert request.options == RequestOptions(("b", "a"), "json", False)
+    assert request.options == CopyOptions(("b", "a"), "json", False)
     assert request.asked == {"columns": ["b", "a"], "format": "json", "zstd": False}
     assert request.fresh is True
 
@@ -36,7 +36,7 @@ def test_options_are_read_in_either_encoding(pack: object) -> None:
 def test_null_means_not_said() -> None:
     body = json.dumps({"columns": None, "format": None, "zstd": None, "fresh": None}).encode()
     request = parse_request(body, None, as_json=False, zstd=True)
-    assert (request.options, request.asked) == (RequestOptions(None, "msgpack", True), {})
+    assert (request.options, request.asked) == (CopyOptions(None, "msgpack", True), {})
 
 
 @pytest.mark.parametrize(

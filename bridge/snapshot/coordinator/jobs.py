@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import nats.errors
 
+from bridge.errors import SnapshotError
 from bridge.snapshot.coordinator.store import JETSTREAM_ERRORS, STOPPED, SnapshotRecord
-from bridge.snapshot.errors import SnapshotError
 from consumer_sdk.transport.cancellation import stay_cancelled, uninterrupted
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire import envelope
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
 
-    from bridge.snapshot.coordinator.requests import RequestOptions, SnapshotRequest
+    from bridge.snapshot.coordinator.requests import CopyOptions, SnapshotRequest
     from bridge.snapshot.coordinator.store import SnapshotStore
     from bridge.snapshot.tables import Piece, TableDescription
     from bridge.source import Source
     from bridge.telemetry.stats import BridgeStats, SnapshotGauge, SnapshotState
 
-    JobKey: TypeAlias = "tuple[str, str, RequestOptions]"
+    JobKey: TypeAlias = "tuple[str, str, CopyOptions]"
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class SnapshotJob:
 
     schema: str
     table: str
-    options: RequestOptions
+    options: CopyOptions
     asked: dict[str, Any]
     snapshot_id: str
     progress: SnapshotGauge

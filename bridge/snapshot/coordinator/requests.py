@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgpack
 import nats.errors
 
-from bridge.errors import BridgeError, Retryable
+from bridge.errors import BridgeError, ForeignTable, Refused, Retryable
 from bridge.postgres.errors import LockTimeout, StatementFailed
-from bridge.snapshot.errors import ForeignTable, Refused
 from consumer_sdk.wire import envelope
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import parse_table_token
@@ -58,7 +57,7 @@ class SnapshotSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOptions:
+class CopyOptions:
     """The options of a snapshot; requests with equal options for a table share a snapshot."""
 
     columns: tuple[str, ...] | None
@@ -70,7 +69,7 @@ class RequestOptions:
 class SnapshotRequest:
     """A parsed request: `asked` is copied to the meta, `fresh` forbids a finished snapshot."""
 
-    options: RequestOptions
+    options: CopyOptions
     asked: dict[str, Any]
     fresh: bool
 
@@ -109,9 +108,7 @@ def parse_request(
         for key in ("columns", "format", "zstd")
         if asked.get(key) is not None
     }  # fmt: skip
-    return SnapshotRequest(
-        RequestOptions(columns, cast("ChunkFormat", kind), compressed), kept, fresh
-    )
+    return SnapshotRequest(CopyOptions(columns, cast("ChunkFormat", kind), compressed), kept, fresh)
 
 
 def _read_map(body: bytes, headers: Mapping[str, str] | None) -> dict[str, Any]:

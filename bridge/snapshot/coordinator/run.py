@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from bridge.errors import BridgeError, Retryable
+from bridge.errors import BridgeError, Refused, Retryable, SnapshotError
 from bridge.postgres.errors import LockTimeout, StatementFailed, statement_errors
 from bridge.postgres.export import exported_snapshot, reported_wait
 from bridge.postgres.sessions import connect_session, set_session
-from bridge.snapshot.errors import Refused, SnapshotError
 from bridge.snapshot.messages import (
     ChunkNumber,
     ChunkNumberWanted,

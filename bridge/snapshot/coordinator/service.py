@@ -6,13 +6,13 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
+from bridge.errors import ForeignTable, Refused, SnapshotError
 from bridge.postgres.sessions import ReconnectingSession
 from bridge.snapshot.coordinator.jobs import JobRegistry, JobState
 from bridge.snapshot.coordinator.requests import RequestListener
 from bridge.snapshot.coordinator.run import ExportRun
 from bridge.snapshot.coordinator.store import MetaIdentity, SnapshotStore
 from bridge.snapshot.coordinator.worker_pool import WorkerPool
-from bridge.snapshot.errors import ForeignTable, Refused, SnapshotError
 from bridge.snapshot.tables import describe_table
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.wire.subjects import table_token

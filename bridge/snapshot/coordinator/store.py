@@ -20,11 +20,10 @@ import nats.errors
 import nats.js.errors
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
-from bridge.errors import Retryable
+from bridge.errors import Retryable, SnapshotError
 from bridge.jetstream.dictionaries import DictionaryStore
 from bridge.jetstream.streams import StreamState, stream_state
 from bridge.schemas.store import read_document
-from bridge.snapshot.errors import SnapshotError
 from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.holds import hold_async

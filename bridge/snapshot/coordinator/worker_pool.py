@@ -10,7 +10,7 @@ import time
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from bridge.snapshot.errors import SnapshotError
+from bridge.errors import SnapshotError
 from bridge.snapshot.messages import Alive, Report, WorkerFailed, decode_report, encode, unexpected
 from consumer_sdk.transport.cancellation import uninterrupted
 

@@ -17,8 +17,8 @@ import nats.js.errors
 from nats.js.api import ObjectMeta, ObjectMetaOptions
 
 from bridge.config import Settings
+from bridge.errors import SnapshotError
 from bridge.jetstream.connection import options_of
-from bridge.snapshot.errors import SnapshotError
 from consumer_sdk.transport.connection import NatsConnection
 from consumer_sdk.wire.checksums import object_reference
 
