@@ -6,7 +6,6 @@ of one source share: encoding, headers and size limit.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from bridge.events.encoders import encoder_for
+from consumer_sdk.wire.checksums import object_reference
 
 if TYPE_CHECKING:
     from bridge.events.encoders import Encoder
@@ -191,12 +191,7 @@ class Packaging:
 
     def reference(self, name: str, content: bytes) -> dict[str, Any]:
         """The fields by which a message refers to content in the object store."""
-        return {
-            "bucket": self.source.subjects.objects_bucket,
-            "name": name,
-            "size": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
-        }
+        return object_reference(self.source.subjects.objects_bucket, name, content)
 
 
 def content_headers(source: Source) -> bytes:
