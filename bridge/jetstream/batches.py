@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import nats.errors
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from bridge.jetstream.frames import Frame, FrameWriter
 
     NextBatch: TypeAlias = Callable[[], Sequence[OutgoingMessage] | None]
+    Mode: TypeAlias = Literal["fast-ingest", "plain"]
 
 FIRST_ERROR_CODE = 10000
 """JetStream's own error codes begin here; lower codes are states of connections and leaders."""
@@ -86,7 +87,7 @@ class BatchResult:
 class BatchWriter(Protocol):
     """One way of publishing batches."""
 
-    mode: str
+    mode: Mode
 
     async def send(
         self, items: Sequence[OutgoingMessage], fence: Fence, next_batch: NextBatch | None = None
@@ -205,7 +206,7 @@ class FastIngestWriter:
     acknowledgement, so that the server does not wait for the bridge.
     """
 
-    mode = "fast-ingest"
+    mode: Mode = "fast-ingest"
 
     def __init__(self, client: Client, writer: FrameWriter, timeout: float) -> None:
         self._writer = writer
@@ -330,7 +331,7 @@ class FastIngestWriter:
 class PlainWriter:
     """Plain publishing: one acknowledgement for each message; each names the id before it."""
 
-    mode = "plain"
+    mode: Mode = "plain"
 
     def __init__(self, client: Client, writer: FrameWriter, timeout: float) -> None:
         self._writer = writer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 import nats.errors
 from nats.js.errors import APIError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from bridge.config import Settings
     from bridge.events.messages import OutgoingMessage
-    from bridge.jetstream.batches import BatchResult, BatchWriter, NextBatch
+    from bridge.jetstream.batches import BatchResult, BatchWriter, Mode, NextBatch
     from bridge.jetstream.broker import Broker
     from bridge.jetstream.record import Document, StreamRecord
     from bridge.jetstream.streams import StreamState
@@ -94,9 +94,9 @@ class FencedStream:
         return self._client.is_connected
 
     @property
-    def mode(self) -> Literal["fast-ingest", "plain"]:
+    def mode(self) -> Mode:
         """How batches are published."""
-        return "fast-ingest" if isinstance(self._writer, FastIngestWriter) else "plain"
+        return self._writer.mode
 
     @property
     def fence_seq(self) -> int:
