@@ -116,24 +116,6 @@ class Ring(Generic[T]):
             return False
         return depth == 0 or self._bytes_in - self._bytes_out + size <= self.max_bytes
 
-    def try_put(self, item: T, size: int) -> bool:
-        """Producer: append an item; False if it does not fit."""
-        tail = self._tail
-        depth = tail - self._head
-        if depth >= self._mask or (
-            depth and self._bytes_in - self._bytes_out + size > self.max_bytes
-        ):
-            return False
-        index = tail & self._mask
-        self._items[index] = item
-        self._sizes[index] = size
-        self._bytes_in += size
-        self._tail = tail + 1
-        waiter = self._consumer
-        if waiter is not None and not waiter.is_woken:
-            waiter.wake()
-        return True
-
     def put_many(self, items: Sequence[T], sizes: Sequence[int], start: int) -> int:
         """Producer: append items from `start` on while they fit; return the index of the next."""
         tail, mask, limit = self._tail, self._mask, self.max_bytes

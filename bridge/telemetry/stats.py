@@ -54,11 +54,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def observe_many(self, value: float, times: int) -> None:
-        """Count the same value several times, as for all events of one commit."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
     def cumulative(self) -> list[int]:
         """Cumulative counts for each bound; the last is the count of all values."""
         running = 0

@@ -18,6 +18,11 @@ from bridge.publish.ring import Ring
 sizes = st.integers(0, 60)
 
 
+def try_put(ring, item, size):
+    """Put one item; whether there was room."""
+    return ring.put_many([item], [size], 0) == 1
+
+
 class RingMachine(RuleBasedStateMachine):
     """Every sequence of calls gives what a bounded deque of (item, size) gives."""
 
@@ -36,7 +41,7 @@ class RingMachine(RuleBasedStateMachine):
     @rule(size=sizes)
     def put(self, size):
         assert self.ring.fits(size) == self.fits(size)
-        accepted = self.ring.try_put(self.count, size)
+        accepted = try_put(self.ring, self.count, size)
         assert accepted == self.fits(size)
         if accepted:
             self.model.append((self.count, size))
@@ -96,7 +101,7 @@ async def pass_on(ring, all_sizes, rnd):
 
     async def produce():
         for number, size in enumerate(all_sizes):
-            while not ring.try_put(number, size):
+            while not try_put(ring, number, size):
                 await ring.wait_for_space(size)
             if rnd.random() < 0.2:
                 await asyncio.sleep(0)
@@ -125,7 +130,7 @@ def test_two_threads_with_a_loop_each_pass_everything_on_in_order(slots, max_byt
             while (place := ring.put_many(numbers, lengths, place)) < len(numbers):
                 await ring.wait_for_space(lengths[place])
             number += len(numbers)
-            if ring.try_put(number, 1) if number < count else False:
+            if try_put(ring, number, 1) if number < count else False:
                 number += 1
             if rnd.random() < 0.01:
                 await asyncio.sleep(0)

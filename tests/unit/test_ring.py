@@ -9,6 +9,11 @@ import pytest
 from bridge.publish.ring import Ring
 
 
+def try_put(ring, item, size):
+    """Put one item; whether there was room."""
+    return ring.put_many([item], [size], 0) == 1
+
+
 @pytest.mark.parametrize(("slots", "size"), [(0, 1), (1, 1), (3, 1), (12, 1), (4, 0), (-2, 1)])
 def test_a_ring_needs_a_power_of_two_and_room_for_bytes(slots, size):
     with pytest.raises(ValueError, match="must be"):
@@ -18,9 +23,9 @@ def test_a_ring_needs_a_power_of_two_and_room_for_bytes(slots, size):
 def test_items_come_out_in_order_and_each_once():
     ring = Ring(8, 1000)
     assert ring.take(10, 1000) == []
-    assert all(ring.try_put(n, 1) for n in range(5))
+    assert all(try_put(ring, n, 1) for n in range(5))
     assert ring.take(2, 1000) == [0, 1]
-    assert all(ring.try_put(n, 1) for n in range(5, 9))
+    assert all(try_put(ring, n, 1) for n in range(5, 9))
     assert ring.take(100, 1000) == [2, 3, 4, 5, 6, 7, 8]
     assert len(ring) == ring.bytes_held == 0
 
@@ -28,22 +33,22 @@ def test_items_come_out_in_order_and_each_once():
 def test_slots_and_bytes_bound_what_is_inside():
     ring = Ring(4, 100)
     assert ring.capacity == 3
-    assert [ring.try_put(n, 10) for n in range(4)] == [True, True, True, False]
+    assert [try_put(ring, n, 10) for n in range(4)] == [True, True, True, False]
     ring.take(3, 1000)
-    assert ring.try_put("a", 60)
-    assert not ring.try_put("b", 41)
-    assert ring.try_put("c", 40)
+    assert try_put(ring, "a", 60)
+    assert not try_put(ring, "b", 41)
+    assert try_put(ring, "c", 40)
     assert ring.bytes_held == 100
-    assert not ring.fits(0) or ring.try_put("d", 0)
+    assert not ring.fits(0) or try_put(ring, "d", 0)
 
 
 def test_an_item_larger_than_the_bound_passes_alone():
     ring = Ring(4, 100)
-    assert ring.try_put("small", 1)
-    assert not ring.try_put("huge", 5000)
+    assert try_put(ring, "small", 1)
+    assert not try_put(ring, "huge", 5000)
     ring.take(1, 10)
-    assert ring.try_put("huge", 5000)
-    assert not ring.try_put("small", 1)
+    assert try_put(ring, "huge", 5000)
+    assert not try_put(ring, "small", 1)
     # And out again, whatever a batch may hold.
     assert ring.take(10, 10) == ["huge"]
     assert ring.bytes_held == 0
@@ -52,7 +57,7 @@ def test_an_item_larger_than_the_bound_passes_alone():
 def test_a_batch_ends_before_the_item_that_would_exceed_it():
     ring = Ring(8, 1000)
     for size in (40, 40, 40, 5):
-        ring.try_put(size, size)
+        try_put(ring, size, size)
     assert ring.take(10, 100) == [40, 40]
     assert ring.take(1, 100) == [40]
     assert ring.take(10, 1) == [5]
@@ -60,7 +65,7 @@ def test_a_batch_ends_before_the_item_that_would_exceed_it():
 
 def test_a_taken_item_is_not_kept_alive():
     ring = Ring(2, 10)
-    ring.try_put("x", 1)
+    try_put(ring, "x", 1)
     ring.take(1, 10)
     assert ring._items == [None, None]
 
@@ -70,7 +75,7 @@ async def test_the_consumer_wakes_for_an_item_and_the_producer_for_room():
     consumer = asyncio.ensure_future(ring.wait_for_items())
     await asyncio.sleep(0)
     assert not consumer.done()
-    ring.try_put("a", 1)
+    try_put(ring, "a", 1)
     await asyncio.wait_for(consumer, 5)
     producer = asyncio.ensure_future(ring.wait_for_space(1))
     await asyncio.sleep(0)
@@ -83,7 +88,7 @@ async def test_the_consumer_wakes_for_an_item_and_the_producer_for_room():
 async def test_room_for_bytes_is_waited_for_until_it_is_enough():
     ring = Ring(8, 100)
     for _ in range(3):
-        ring.try_put("x", 30)
+        try_put(ring, "x", 30)
     producer = asyncio.ensure_future(ring.wait_for_space(60))
     await asyncio.sleep(0)
     ring.take(1, 30)
@@ -102,7 +107,7 @@ async def test_a_cancelled_wait_leaves_the_ring_usable():
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-    assert ring.try_put("a", 1)
+    assert try_put(ring, "a", 1)
     await asyncio.wait_for(ring.wait_for_items(), 5)
     waiting = asyncio.ensure_future(ring.wait_for_space(1))
     await asyncio.sleep(0)
@@ -148,9 +153,9 @@ async def test_a_consumer_that_waits_again_while_it_is_being_woken_is_not_forgot
         waits.append((again, again.send(None)))
 
     ring._reads, ring.interrupt_at, ring.interrupt = 0, read, go_around
-    ring.try_put("a", 1)
+    try_put(ring, "a", 1)
     ring.interrupt_at = 0
-    ring.try_put("b", 1)
+    try_put(ring, "b", 1)
     if not waits:
         first.close()
         return
