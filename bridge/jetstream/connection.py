@@ -21,12 +21,17 @@ if TYPE_CHECKING:
 
 def servers_of(settings: Settings) -> tuple[str, ...]:
     """The server URLs, credentials included."""
-    is_part_given = any(settings.outranks(name, "nats_url") for name in ("nats_host", "nats_port"))
-    if settings.nats_url and not is_part_given:
+    if _address_setting(settings) == "nats_url":
         urls = tuple(part.strip() for part in settings.nats_url.split(",") if part.strip())
         return urls or ("",)
     host = settings.nats_host
     return (f"nats://{f'[{host}]' if ':' in host else host}:{settings.nats_port}",)
+
+
+def _address_setting(settings: Settings) -> str:
+    """The setting that the address comes from."""
+    is_part_given = any(settings.outranks(name, "nats_url") for name in ("nats_host", "nats_port"))
+    return "nats_url" if settings.nats_url and not is_part_given else "nats_host"
 
 
 def connection_options(settings: Settings) -> ConnectionOptions:
@@ -68,6 +73,11 @@ def _settings_error(settings: Settings, error: BadOption) -> SettingsError:
     if error.option == "tls":
         return SettingsError(error.problem)
     if error.option == "servers":
+        if _address_setting(settings) == "nats_host":
+            return SettingsError(
+                f"{settings.where('nats_host')} is not the name of a host; "
+                "a whole address belongs into NATS_URL"
+            )
         return SettingsError(f"{settings.where('nats_url')} is {error.problem}")
     return SettingsError(f"{settings.where(f'nats_{error.option}')}: {error.problem}")
 

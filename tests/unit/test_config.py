@@ -334,6 +334,8 @@ def test_a_complaint_names_where_the_value_came_from(tmp_path):
         load({}, {}, 'nats_ca = "/nowhere"', tmp_path)
     with pytest.raises(SettingsError, match=r"\ABRIDGE_NATS_URL is not a NATS address"):
         connection_options(load({}, {"BRIDGE_NATS_URL": "http://h"}))
+    with pytest.raises(SettingsError, match=r"\ANATS_HOST is not the name of a host"):
+        connection_options(load({}, {"NATS_HOST": "nats://h"}))
 
 
 @pytest.mark.parametrize("item", config.definitions(), ids=lambda item: item.name)
