@@ -69,7 +69,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[BridgeStats], float | None]], ...] = (
         lambda s: s.confirmed_lsn,
     ),
     ("bridge_current_lsn", "LSN of the last decoded change", lambda s: s.current_lsn),
-    ("bridge_received_lsn", "End of WAL as last told by PostgreSQL", lambda s: s.received_lsn),
+    ("bridge_received_lsn", "End of WAL as last reported by PostgreSQL", lambda s: s.received_lsn),
     ("bridge_connected", "1 while the replication connection is open", lambda s: s.is_connected),
     ("bridge_nats_connected", "1 while NATS is connected", lambda s: s.nats_connected),
     (

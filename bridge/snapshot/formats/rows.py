@@ -28,7 +28,7 @@ MOST_SAMPLE_BYTES: Final = 1024 * 1024
 # A row's entry in `raw`, beside the names themselves.
 _RAW_ENTRY_BYTES: Final = 16
 _RAW_NAME_BYTES: Final = 4
-# Blocks are a small part of a chunk, so that chunks come out nearly full, and small enough that
+# Blocks are a small part of a chunk, so that chunks are nearly full, and small enough that
 # what a block is decoded to stays in the processor's cache.
 _BLOCKS_PER_CHUNK: Final = 8
 _MOST_ROWS_PER_BLOCK: Final = 256

@@ -134,7 +134,7 @@ class ChunkStore:
                 else:
                     stored()
                     return
-        except Exception as error:  # noqa: BLE001 - nobody awaits this task; `drain` raises it
+        except Exception as error:  # noqa: BLE001 - the task is not awaited; `drain` raises it
             self._failure = f"storing a chunk failed: {type(error).__name__}"
         finally:
             self._window.release()

@@ -151,7 +151,7 @@ def main() -> int:
     while True:
         try:
             Worker(pipe, pipe.expect(CopyTask)).run()
-        except Exception as error:  # noqa: BLE001 - the bridge reports it to whoever asked
+        except Exception as error:  # noqa: BLE001 - the bridge reports it to the consumer
             pipe.send(WorkerFailed(_described(error)))
             return 1
 
