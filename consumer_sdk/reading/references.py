@@ -22,6 +22,7 @@ from consumer_sdk.wire.envelope import (
     MSGPACK,
     decode_payload,
     encode,
+    events_of,
 )
 from consumer_sdk.wire.errors import MISFITS, DictionaryMissing, WireError, WireVersionError
 
@@ -88,19 +89,23 @@ class References:
             await self.dictionary(name)
 
     async def fill_in(self, document: Document, content_type: str) -> bool:
-        """Replace each `ref` by the row stored as an object; returns whether there were any."""
+        """Replace each `ref` by the row stored as an object; returns whether there were any.
+
+        Raises WireError if the message is damaged, before anything is fetched for it.
+        """
         rows = document.get("rows")
         holders: Sequence[Any] = rows if isinstance(rows, list) else (document,)
-        found = False
-        for holder in holders:
-            reference = holder.get("ref") if isinstance(holder, dict) else None
-            if not isinstance(reference, dict):
-                continue
-            row = await self.row(reference, content_type)
-            del holder["ref"]
+        referring = [
+            holder
+            for holder in holders
+            if isinstance(holder, dict) and isinstance(holder.get("ref"), dict)
+        ]
+        if referring:
+            events_of(document)
+        for holder in referring:
+            row = await self.row(holder.pop("ref"), content_type)
             holder.update({key: row[key] for key in _REFERENCED if row.get(key) is not None})
-            found = True
-        return found
+        return bool(referring)
 
     async def row(self, reference: dict[str, Any], content_type: str) -> Document:
         """The document stored as an object, in the encoding of the message that refers to it."""
