@@ -33,9 +33,6 @@ LATENCIES_KEPT: Final = 400
 TIMEOUT_SECONDS: Final = 2.0
 POLL_SECONDS: Final = 0.05
 
-# States of a copy that the mirror has not loaded completely.
-_NOT_LOADED: Final = ("planned", "loading")
-
 END_MARK: Final = "shop-closed"
 # Changes arrive in commit order: when this message is stored, so is everything before it.
 END_MARK_STATEMENT: Final = f"SELECT pg_logical_emit_message(true, '{END_MARK}', '{shop.SLOT}')"
@@ -168,8 +165,8 @@ class Observer:
                 if token in present
             }
             if "_tailrace_copies" in present:
-                loaded = "SELECT count(*) FROM _tailrace_copies WHERE state NOT IN {}"
-                self.mirror_loaded = _number(mirror, loaded.format(_NOT_LOADED))
+                loaded = "SELECT count(*) FROM _tailrace_copies WHERE loaded"
+                self.mirror_loaded = _number(mirror, loaded)
             if "_tailrace_positions" in present:
                 position = "SELECT max(stream_seq) FROM _tailrace_positions"
                 self.mirror_behind = max(0, stream_sequence - _number(mirror, position))

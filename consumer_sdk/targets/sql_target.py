@@ -28,9 +28,16 @@ if TYPE_CHECKING:
 
 _POSITION_COLUMNS = "source, epoch, commit_lsn, seq, stream_seq, stream_created"
 _COPY_COLUMNS = (
-    "table_schema, table_name, lane, state, epoch, snapshot_id, snapshot_lsn, applied_lsn, "
+    "table_schema, table_name, lane, epoch, snapshot_id, snapshot_lsn, loaded, applied_lsn, "
     "stream_seq, stream_created, relation_id, document"
 )
+# Lane and `loaded` are how a state is stored. A copy whose loading was interrupted is a plan again.
+_STATES = {
+    (Lane.NEXT, False): CopyState.PLANNED,
+    (Lane.NEXT, True): CopyState.CATCHING_UP,
+    (Lane.LIVE, True): CopyState.LIVE,
+    (Lane.LIVE, False): CopyState.RETIRED,
+}
 
 
 class SqlTarget(ABC):
@@ -79,7 +86,7 @@ class SqlTarget(ABC):
         )
         self._engine.execute(
             f"CREATE TABLE IF NOT EXISTS {self.copies_table} (table_schema text, table_name text, "
-            f"lane text, state text, epoch {number}, snapshot_id text, snapshot_lsn {number}, "
+            f"lane text, epoch {number}, snapshot_id text, snapshot_lsn {number}, loaded integer, "
             f"applied_lsn {number}, stream_seq {number}, stream_created {number}, "
             f"relation_id {number}, document text, PRIMARY KEY (table_schema, table_name, lane))"
         )
@@ -126,10 +133,10 @@ class SqlTarget(ABC):
             (
                 *copy.name,
                 copy.lane.value,
-                copy.state.value,
                 copy.epoch,
                 copy.snapshot_id,
                 copy.snapshot_lsn,
+                int(copy.loaded and not copy.retired),
                 copy.applied_lsn,
                 copy.stream_seq,
                 copy.stream_created,
@@ -205,11 +212,11 @@ class SqlTarget(ABC):
 
 
 def _read_copy(row: tuple[Any, ...]) -> MirrorCopy:
-    state, epoch, snapshot_id, snapshot_lsn = row[3:7]
+    lane, epoch, snapshot_id, snapshot_lsn, loaded = row[2:7]
     applied_lsn, stream_seq, stream_created, relation_id, document = row[7:]
     return MirrorCopy(
         schema=TableSchema.from_document(json.loads(document)),
-        state=CopyState(state),
+        state=_STATES[Lane(lane), bool(loaded)],
         epoch=int(epoch),
         snapshot_id=snapshot_id,
         snapshot_lsn=int(snapshot_lsn),
