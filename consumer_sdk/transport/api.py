@@ -67,9 +67,14 @@ async def call_api(
     subject: str,
     body: Mapping[str, Any] | None = None,
     *,
-    timeout: float = API_TIMEOUT_SECONDS,
+    timeout: float | None = None,
 ) -> dict[str, Any]:
-    """Make one request; ApiError if it is refused, an error of nats-py if no answer comes."""
+    """Make one request; ApiError if it is refused, an error of nats-py if no answer comes.
+
+    Waits API_TIMEOUT_SECONDS for the answer, unless `timeout` says otherwise.
+    """
+    if timeout is None:
+        timeout = API_TIMEOUT_SECONDS
     payload = b"" if body is None else json.dumps(body).encode()
     reply = await client.request(f"$JS.API.{subject}", payload, timeout=timeout)
     try:

@@ -11,7 +11,7 @@ import nats.errors
 from nats.aio.client import Client as NatsClient
 
 from consumer_sdk.errors import AccessDenied, NotAvailable
-from consumer_sdk.transport.api import API_TIMEOUT_SECONDS, call_api
+from consumer_sdk.transport.api import call_api
 from consumer_sdk.transport.frame_parser import FrameParser
 from consumer_sdk.transport.options import ServerAddress, TlsNotOffered
 
@@ -147,7 +147,7 @@ class NatsConnection(NatsClient):
         subject: str,
         body: Mapping[str, Any] | None = None,
         *,
-        timeout: float = API_TIMEOUT_SECONDS,
+        timeout: float | None = None,
     ) -> dict[str, Any]:
         """Call JetStream's API; ApiError if it refuses, NotAvailable if it does not answer."""
         errors_before = self.error_count
