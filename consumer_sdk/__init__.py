@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.envelope import Event
     from consumer_sdk.wire.position import Position, format_lsn, parse_lsn
 
+_SUBMODULES = ("client", "errors", "wire")
 _MODULES = {
     "AccessDenied": "errors",
     "CdcError": "errors",
@@ -117,7 +118,13 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})
+
+
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

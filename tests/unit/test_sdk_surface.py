@@ -99,6 +99,18 @@ def test_the_package_exports_exactly_what_is_promised() -> None:
     assert all(hasattr(consumer_sdk, name) for name in PUBLIC)
 
 
+def test_every_promised_name_is_listed_and_every_part_is_reached() -> None:
+    """Also before anything was imported by its own name."""
+    program = (
+        "import consumer_sdk as sdk; print(*dir(sdk)); "
+        "sdk.errors.GapError, sdk.client.connect, sdk.wire.Event"
+    )
+    listed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert {*PUBLIC, "client", "errors", "wire"} <= set(listed)
+
+
 def test_a_name_that_is_not_promised_is_not_there() -> None:
     assert not hasattr(consumer_sdk, "PullConsumer")
 
