@@ -53,6 +53,10 @@ BUSY_PAUSE_SECONDS = 0.5
 FORMATS = ("msgpack", "json", "arrow")
 
 
+class RequestRefused(SnapshotFailed):
+    """The bridge cannot do what the request asks for; nothing was copied for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotProgress:
     """What the bridge reports about a running snapshot; `document` is its whole message."""
@@ -193,9 +197,11 @@ class _Pending:
             answer = await self._ask_once(options)
             if answer.get("ok") is True:
                 return answer
-            if answer.get("retry") is not True or loop.time() > deadline:
+            is_busy = answer.get("retry") is True
+            if not is_busy or loop.time() > deadline:
                 reason = answer.get("error") or "the bridge gave no reason"
-                raise SnapshotFailed(f"snapshot of {self._table} refused: {reason}")
+                kind = SnapshotFailed if is_busy else RequestRefused
+                raise kind(f"snapshot of {self._table} refused: {reason}")
             await asyncio.sleep(BUSY_PAUSE_SECONDS)
 
     async def _ask_once(self, options: dict[str, Any]) -> dict[str, Any]:

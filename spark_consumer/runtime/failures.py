@@ -6,10 +6,9 @@ Spark passes on only the text of an error that an executor or its reader process
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, Final
 
-import consumer_sdk.errors
-import spark_consumer.errors
 from consumer_sdk.errors import CdcError
 from spark_consumer.errors import SparkConsumerError
 
@@ -71,7 +70,9 @@ def start_failure(lines: Sequence[str]) -> str:
     return next(iter(specific or printed), _NO_OUTPUT)
 
 
-_RAISED: Final = re.compile(r"^(?:consumer_sdk|spark_consumer)\.errors\.(\w+): (.+)$", re.MULTILINE)
+_RAISED: Final = re.compile(
+    r"^((?:consumer_sdk|spark_consumer)(?:\.\w+)+)\.(\w+): (.+)$", re.MULTILINE
+)
 
 
 def original_error(error: BaseException) -> BaseException:
@@ -81,8 +82,8 @@ def original_error(error: BaseException) -> BaseException:
     found = _RAISED.findall(str(error))
     if not found:
         return error
-    name, message = found[-1]
-    kind = getattr(consumer_sdk.errors, name, None) or getattr(spark_consumer.errors, name, None)
+    module, name, message = found[-1]
+    kind = getattr(sys.modules.get(module), name, None)
     if not (isinstance(kind, type) and issubclass(kind, CdcError)):
         return error
     original = kind.__new__(kind)

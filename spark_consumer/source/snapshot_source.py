@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
+from consumer_sdk.errors import CorruptData, NotAvailable
 from consumer_sdk.snapshot.chunks import ChunkRows
+from consumer_sdk.snapshot.request import RequestRefused
 from consumer_sdk.snapshot.snapshot import Snapshot
 from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.subjects import format_table_name
@@ -47,8 +48,8 @@ async def take_snapshot(
 ) -> tuple[SnapshotMeta, TableSchema]:
     """Request a snapshot, wait for it, and return its meta and the schema of its rows.
 
-    Chunks are requested as Arrow; after a failure, in the default format, because the bridge may
-    lack pyarrow.
+    Chunks are requested as Arrow; if the bridge refuses the request, in its default format, because
+    it may lack pyarrow.
     """
     chunk_format: str | None = "arrow"
     for _ in range(_ATTEMPTS):
@@ -56,7 +57,7 @@ async def take_snapshot(
             snapshot = await client.snapshot(
                 table, fresh=fresh, format=chunk_format, progress=progress
             )
-        except SnapshotFailed:
+        except RequestRefused:
             if chunk_format is None:
                 raise
             chunk_format = None
