@@ -117,7 +117,7 @@ def _shim_for(java: Path) -> str:
 
 
 class JavaProcess:
-    """The driver's Java process, started at most once; any thread may end it.
+    """The driver's Java process, started at most once; any thread may end it or prevent its start.
 
     Its output is held while it starts, so that a failure can be reported in one line.
     """
@@ -126,6 +126,7 @@ class JavaProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._killed = False
         self._held_output: deque[bytes] | None = deque(maxlen=_HELD_LINES)
 
     def start(self, settings: Mapping[str, str]) -> tuple[int, str]:
@@ -142,14 +143,17 @@ class JavaProcess:
         with tempfile.TemporaryDirectory(prefix="tailrace-gateway-") as directory:
             answer = Path(directory, "connection")
             gateway = {"SPARK_CONNECT_MODE": "0", "_PYSPARK_DRIVER_CONN_INFO_PATH": str(answer)}
-            process = self._process = subprocess.Popen(
-                command,
-                env=os.environ | gateway,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with self._lock:
+                if self._killed:
+                    raise SetupError("Spark does not start: it was interrupted")
+                process = self._process = subprocess.Popen(
+                    command,
+                    env=os.environ | gateway,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             assert process.stdout is not None
             # The thread also keeps this object alive; otherwise standard input would be closed.
             self._output = threading.Thread(
@@ -188,8 +192,10 @@ class JavaProcess:
             self.kill()
 
     def kill(self) -> None:
-        """End the process at once."""
-        process = self._process
+        """End the process at once, or prevent its start."""
+        with self._lock:
+            self._killed = True
+            process = self._process
         if process is None or process.poll() is not None:
             return
         # SIGTERM lets it remove its temporary files, SIGKILL ends the rest of its process group.

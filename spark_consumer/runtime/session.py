@@ -81,6 +81,8 @@ def open_session(
     with gateway_environment(*java.start(settings)):
         hold("spark-before-session")
         session = _get_session(builder)
+    # It would print a traceback when Java ends, although the caller reports that in one line.
+    session.sparkContext._accumulatorServer.handle_error = _print_nothing  # type: ignore[method-assign,assignment]
     java.forward_output()
     return session
 
@@ -98,6 +100,10 @@ def _settings(options: Mapping[str, str], *, local: bool) -> dict[str, str]:
     given = settings.get(_JAVA_OPTIONS)
     settings[_JAVA_OPTIONS] = f"{java_options} {given}" if given else java_options
     return settings
+
+
+def _print_nothing(_request: object, _address: object) -> None:
+    """Replace `socketserver.BaseServer.handle_error`, which prints a traceback."""
 
 
 def _runs_already() -> bool:

@@ -51,7 +51,8 @@ def test_a_mirror_of_release_0_1_0_goes_on(tmp_path: Path) -> None:
         file.execute(
             "CREATE TABLE _tailrace_copies (table_schema text, table_name text, lane text, "
             "epoch INTEGER, snapshot_id text, snapshot_lsn INTEGER, loaded integer, "
-            "applied_lsn INTEGER, stream_seq INTEGER, stream_created INTEGER, relation_id INTEGER, document text, "
+            "applied_lsn INTEGER, stream_seq INTEGER, stream_created INTEGER, "
+            "relation_id INTEGER, document text, "
             "PRIMARY KEY (table_schema, table_name, lane))"
         )
         file.execute(
