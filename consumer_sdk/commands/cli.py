@@ -27,21 +27,21 @@ NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and B
 Exit codes: 0 fine, 1 the answer is no, 2 bad usage or settings, 3 NATS, bridge or target not
 usable as configured, 4 data at risk.
 """
-_MODULES = {
-    "schema": "schemas",
-    "tables": "schemas",
-    "tail": "tail",
-    "snapshot": "snapshot",
-    "mirror": "mirror",
-    "verify": "verify",
+_COMMANDS = {
+    "schema": ("schemas", "columns, key and version of a table"),
+    "tables": ("schemas", "all published tables"),
+    "tail": ("tail", "follow changes, one line each"),
+    "snapshot": ("snapshot", "a whole table, consistent and verified"),
+    "mirror": ("mirror", "keep a replica of tables"),
+    "verify": ("verify", "compare a replica with its source"),
 }
-"""The module of this package that declares and runs each subcommand."""
+"""The module of this package that declares and runs each subcommand, and its help text."""
 INTERRUPTED = 130
 LONGEST_LINE = 1000
 
 
 def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The argument parser; if a subcommand is named, only its module is imported."""
+    """The argument parser; only the modules of subcommands that are named are imported."""
     parser = Parser(
         prog="cdc",
         description=DESCRIPTION,
@@ -52,9 +52,18 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=Parser
     )
-    named = _MODULES.get(arguments[0]) if arguments else None
-    for module in [named] if named else dict.fromkeys(_MODULES.values()):
+    first = arguments[0] if arguments else ""
+    named: list[str] = []
+    if first in _COMMANDS:
+        named = [first]
+    elif not first.startswith(("-h", "--h")):
+        named = [one for one in arguments if one in _COMMANDS]
+    modules = dict.fromkeys(_COMMANDS[one][0] for one in named)
+    for module in modules:
         import_module(f"consumer_sdk.commands.{module}").add_arguments(subparsers)
+    for command, (module, summary) in _COMMANDS.items():
+        if first not in _COMMANDS and module not in modules:
+            subparsers.add_parser(command, help=summary)
     return parser
 
 

@@ -33,7 +33,6 @@ def add_arguments(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "mirror",
-        help="keep a replica of tables",
         description="Load tables into a database and keep them equal to the source, transaction "
         "by transaction, until interrupted. TABLE is written as in SQL.",
     )

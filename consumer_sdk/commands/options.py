@@ -6,15 +6,14 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from consumer_sdk.client import connect
 from consumer_sdk.errors import UsageError
-from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.transport.version import __version__
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from consumer_sdk.client import Client
+    from consumer_sdk.transport.settings import NatsSettings
 
 CREDENTIALS_ADVICE = "put its password into PGPASSWORD or ~/.pgpass"
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)?")
@@ -45,11 +44,15 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
 
 def nats_settings(arguments: argparse.Namespace) -> NatsSettings:
     """The settings from the options and the environment."""
+    from consumer_sdk.transport.settings import NatsSettings
+
     return NatsSettings.resolve(arguments.nats, prefix=arguments.prefix, name="cdc")
 
 
 def open_client(arguments: argparse.Namespace) -> AbstractAsyncContextManager[Client]:
     """Connect with the settings from the options."""
+    from consumer_sdk.client import connect
+
     return connect(settings=nats_settings(arguments), timeout=arguments.timeout)
 
 

@@ -21,16 +21,13 @@ def add_arguments(subparsers: Any) -> None:
     """Declare both commands."""
     schema = subparsers.add_parser(
         "schema",
-        help="columns, key and version of a table",
         description="Show the newest schema of a table. TABLE is written as in SQL.",
     )
     schema.add_argument("table", metavar="TABLE")
     schema.add_argument("--json", action="store_true", help="print the schema document")
     add_shared_options(schema)
     schema.set_defaults(run=show_schema)
-    tables = subparsers.add_parser(
-        "tables", help="all published tables", description="List the published tables."
-    )
+    tables = subparsers.add_parser("tables", description="List the published tables.")
     tables.add_argument("--json", action="store_true", help="print one document on each line")
     add_shared_options(tables)
     tables.set_defaults(run=show_tables)

@@ -25,7 +25,6 @@ def add_arguments(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "snapshot",
-        help="a whole table, consistent and verified",
         description="Request a snapshot of a table, or reuse a retained one that is still valid, "
         "and verify it. TABLE is written as in SQL.",
     )

@@ -43,7 +43,6 @@ def add_arguments(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "tail",
-        help="follow changes, one line each",
         description="Follow changes of some tables, or of all, until interrupted. "
         "TABLE is written as in SQL.",
     )

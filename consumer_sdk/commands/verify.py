@@ -31,7 +31,6 @@ def add_arguments(subparsers: Any) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "verify",
-        help="compare a replica with its source",
         description="Compare tables row by row at one position, while source and replica "
         "continue to change; if they differ, print the differing keys and exit with 1. TABLE is "
         "written as in SQL.",

@@ -124,6 +124,19 @@ def test_the_wire_loads_without_nats() -> None:
     assert not {"nats", "aiohttp", "consumer_sdk.client"} & set(loaded)
 
 
+def test_the_help_of_cdc_loads_nothing_that_only_its_commands_need() -> None:
+    program = (
+        "import sys; from consumer_sdk.commands.cli import build_parser; "
+        "help = build_parser(['--help', 'tail']).format_help(); print(*sys.modules)\n"
+        "assert 'follow changes, one line each' in help and 'keep a replica' in help, help"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout.split()
+    heavy = {"nats", "aiohttp", "psycopg", "pyarrow", "msgspec", "consumer_sdk.client"}
+    assert not heavy & set(loaded)
+
+
 def test_the_client_has_exactly_the_promised_methods() -> None:
     assert methods(consumer_sdk.Client) == CLIENT
     assert methods(sync.BlockingClient) == SYNC_CLIENT
