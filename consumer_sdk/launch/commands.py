@@ -36,6 +36,8 @@ _ADDRESS_FLAGS: Final = {
 """Flags that take an address, and where to put its password instead."""
 # To NATS, a user without a password is a token, which is a secret too.
 _NATS_SECRET: Final = re.compile(r"(?:\A|,|//)\s*[^/?#,]+@")
+_NATS_ADDRESS: Final = re.compile(r"(?i)(?:nats|tls|wss?)://")
+_POSTGRES_ADDRESS: Final = re.compile(r"(?i)postgres\w*://|\w+\s*=")
 _POSTGRES_SECRET: Final = re.compile(r"(?i)\Apostgres\w*://[^/?#]*:[^/?#]+@|password\s*=")
 
 
@@ -84,25 +86,40 @@ def _launch(name: str, module: str) -> NoReturn:
 def places_for_secrets(arguments: Sequence[str]) -> list[str]:
     """Where to put the passwords found among the arguments; empty if there are none."""
     remedies = []
-    for flag, value in _options(arguments):
-        # argparse accepts abbreviated flags.
-        whole = flag if flag in _ADDRESS_FLAGS else None
-        if whole is None and len(flag) > len("--"):
-            whole = next((known for known in _ADDRESS_FLAGS if known.startswith(flag)), None)
-        if whole is None:
-            continue
-        secret = _NATS_SECRET if _ADDRESS_FLAGS[whole] == _NATS else _POSTGRES_SECRET
-        if secret.search(value):
-            remedies.append(_ADDRESS_FLAGS[whole])
+    for flag, value in _values(arguments):
+        remedy = _remedy_of(flag) or _remedy_for(value)
+        secret = _NATS_SECRET if remedy == _NATS else _POSTGRES_SECRET
+        if remedy is not None and secret.search(value):
+            remedies.append(remedy)
     return list(dict.fromkeys(remedies))
 
 
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each flag with its value, written as `--flag value` or `--flag=value`."""
-    for index, argument in enumerate(arguments):
-        if argument.startswith("--"):
-            flag, equals, value = argument.partition("=")
-            yield flag, value if equals else "".join(arguments[index + 1 : index + 2])
+def _remedy_of(flag: str) -> str | None:
+    """The place for a flag that takes an address; argparse accepts abbreviated flags."""
+    if flag in _ADDRESS_FLAGS or len(flag) <= len("--"):
+        return _ADDRESS_FLAGS.get(flag)
+    return next((place for one, place in _ADDRESS_FLAGS.items() if one.startswith(flag)), None)
+
+
+def _remedy_for(value: str) -> str | None:
+    """The place for an address that is given without one of these flags."""
+    if _NATS_ADDRESS.match(value):
+        return _NATS
+    return _POSTGRES if _POSTGRES_ADDRESS.match(value) else None
+
+
+def _values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each value with the flag before it, written as `--flag value` or `--flag=value`, if any."""
+    flag = ""
+    for argument in arguments:
+        if not argument.startswith("--"):
+            yield flag, argument
+            flag = ""
+            continue
+        flag, equals, value = argument.partition("=")
+        if equals:
+            yield flag, value
+            flag = ""
 
 
 def _load(module: str) -> Callable[[], int]:
