@@ -19,7 +19,7 @@ from consumer_sdk.mirror.follower import FollowEnd, Follower
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.notices import MirrorPhase, MirrorStatus, Notice, table_list
 from consumer_sdk.mirror.writer import TargetThread
-from consumer_sdk.reading.proof import find_break
+from consumer_sdk.reading.proof import StreamBreak, find_break
 from consumer_sdk.reading.schemas import resolve_table
 from consumer_sdk.targets.target import Lane, MirrorCopy, TableName, TargetState
 from consumer_sdk.targets.target_url import open_target
@@ -352,9 +352,11 @@ async def mirror(
 
 def _break(stream_seq: int, created: int, bounds: StreamBounds) -> str | None:
     found = find_break(bounds, stream_seq + 1, created)
-    if found is None:
-        return None
-    return f"{found.value} (read up to {stream_seq}, stored {bounds.first} to {bounds.last})"
+    if found is StreamBreak.TRIMMED:
+        return f"the stream was trimmed or purged up to sequence {bounds.first - 1}"
+    if found is StreamBreak.ENDS_BEFORE:
+        return f"the stream ends at sequence {bounds.last}, {stream_seq} had been read"
+    return None if found is None else found.value
 
 
 def _log(notice: Notice) -> None:
