@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import pyarrow.dataset as pads
 from pyspark.sql import Window
 from pyspark.sql import functions as fn
@@ -25,7 +26,6 @@ from spark_consumer.lake.parquet_files import DataFile, write_files
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import pyarrow as pa
     from pyspark.sql import Column, DataFrame, SparkSession
 
     from spark_consumer.lake.lake_table import BagPlan, LakePosition, MergePlan
@@ -81,7 +81,8 @@ class EmbeddedDeltaTable:
         if touched:
             rest = self._without(removed, plan, touched)
             added = added.unionByName(rest.select(*added.columns))
-        columns = self.columns
+        # Without those that another writer has added meanwhile.
+        columns = pa.schema([one for one in self.columns if one.name in plan.columns])
         files = self._write(added.select(*(plan.columns[name] for name in columns.names)), columns)
         hold("spark-before-commit")
         self.log.exchange(touched, files, position)
