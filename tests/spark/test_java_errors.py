@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from spark_consumer.runtime.failures import root_cause, start_failure
+from consumer_sdk.errors import CdcError, GapError, SnapshotFailed
+from consumer_sdk.snapshot.request import RequestRefused
+from consumer_sdk.transport.options import BadOption
+from spark_consumer.errors import SetupError
+from spark_consumer.runtime.failures import restored, root_cause, start_failure
+from spark_consumer.runtime.java import JavaProcess
 
 CHAIN = """An error occurred while calling o90.start.
 : org.apache.spark.SparkException: [STREAM] the query cannot start
@@ -62,3 +67,26 @@ def test_the_deepest_cause_is_told(text: str, cause: str | None) -> None:
 )
 def test_a_java_that_does_not_start_says_why(lines: list[str], reason: str | None) -> None:
     assert start_failure(lines) == (lines[0] if reason is None else reason)
+
+
+@pytest.mark.parametrize("kind", [GapError, SnapshotFailed, SetupError, BadOption, RequestRefused])
+def test_an_error_of_ours_is_restored_from_what_another_process_printed(
+    kind: type[CdcError],
+) -> None:
+    printed = (
+        f"Traceback (most recent call last):\n{kind.__module__}.{kind.__name__}: it is so\n\tat"
+    )
+    found = restored(RuntimeError(printed))
+    assert (type(found), str(found)) == (kind, "it is so")
+
+
+def test_an_error_of_others_stays_as_it_is() -> None:
+    error = RuntimeError("consumer_sdk.nowhere.Odd: x\nconsumer_sdk.errors.re: y")
+    assert restored(error) is error
+
+
+def test_a_java_that_was_ended_before_its_start_is_not_started() -> None:
+    java = JavaProcess()
+    java.kill()
+    with pytest.raises(SetupError, match="interrupted"):
+        java.start({})
