@@ -23,7 +23,7 @@ async def kill_postgres(world: World, rng: random.Random) -> None:
 
 @fault("postgres: fast restart", weight=2)
 async def restart_postgres(world: World, _: random.Random) -> None:
-    await asyncio.to_thread(world.postgres.stop, "fast", 60)
+    await asyncio.to_thread(world.postgres.stop, 60)
     await asyncio.to_thread(world.postgres.start)
 
 
