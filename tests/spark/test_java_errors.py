@@ -8,7 +8,7 @@ from consumer_sdk.errors import CdcError, GapError, SnapshotFailed
 from consumer_sdk.snapshot.request import RequestRefused
 from consumer_sdk.transport.options import BadOption
 from spark_consumer.errors import SetupError
-from spark_consumer.runtime.failures import restored, root_cause, start_failure
+from spark_consumer.runtime.failures import original_error, root_cause, start_failure
 from spark_consumer.runtime.java import JavaProcess
 
 CHAIN = """An error occurred while calling o90.start.
@@ -76,13 +76,13 @@ def test_an_error_of_ours_is_restored_from_what_another_process_printed(
     printed = (
         f"Traceback (most recent call last):\n{kind.__module__}.{kind.__name__}: it is so\n\tat"
     )
-    found = restored(RuntimeError(printed))
+    found = original_error(RuntimeError(printed))
     assert (type(found), str(found)) == (kind, "it is so")
 
 
 def test_an_error_of_others_stays_as_it_is() -> None:
     error = RuntimeError("consumer_sdk.nowhere.Odd: x\nconsumer_sdk.errors.re: y")
-    assert restored(error) is error
+    assert original_error(error) is error
 
 
 def test_a_java_that_was_ended_before_its_start_is_not_started() -> None:
