@@ -139,7 +139,7 @@ async def restore_backup(world: World, _: random.Random) -> None:
     data = world.postgres.directory / "data"
     backup = world.postgres.directory / "backup"
     await world.stop_bridge()
-    await asyncio.to_thread(world.postgres.stop, "fast", 60)
+    await asyncio.to_thread(world.postgres.stop, 60)
     await asyncio.to_thread(_copy, data, backup)
     await asyncio.to_thread(world.postgres.start)
     world.launch_bridge()
@@ -148,7 +148,7 @@ async def restore_backup(world: World, _: random.Random) -> None:
     await world.until_growing(50)
     await world.judge.barrier(replicas=False)
     await world.stop_bridge()
-    await asyncio.to_thread(world.postgres.stop, "immediate", 60)
+    await asyncio.to_thread(world.postgres.stop, 60, mode="immediate")
     await asyncio.to_thread(_copy, backup, data)
     await asyncio.to_thread(world.postgres.start)
     world.scenario.database.execute(LOST)
