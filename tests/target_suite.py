@@ -246,7 +246,7 @@ class TargetSuite:
             bench.target.apply(live, [event])
             bench.target.commit()
 
-        with pytest.raises(TargetError, match="anew"):
+        with pytest.raises(TargetError, match="rebuild"):
             change()
         bench.target.rollback()
         bench.writer.close()
