@@ -57,6 +57,10 @@ class RequestRefused(SnapshotFailed):
     """The bridge cannot do what the request asks for; nothing was copied for it."""
 
 
+class SnapshotAbandoned(SnapshotFailed):
+    """The bridge stopped or was replaced during the copy; the same request may succeed now."""
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotProgress:
     """What the bridge reports about a running snapshot; `document` is its whole message."""
@@ -263,7 +267,8 @@ class _Pending:
         if frame.subject.decode("utf-8", "replace") == self._deployment.subjects.meta(self._token):
             return decode_meta(frame)
         reason = document.get("error") or "the bridge gave no reason"
-        raise SnapshotFailed(f"snapshot of {self._table} failed: {reason}")
+        kind = SnapshotAbandoned if document.get("retry") is True else SnapshotFailed
+        raise kind(f"snapshot of {self._table} failed: {reason}")
 
     async def _on_progress(self, message: Msg) -> None:
         snapshot_id = message.subject.rpartition(".")[2]

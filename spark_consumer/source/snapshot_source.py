@@ -11,7 +11,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from consumer_sdk.errors import CorruptData, NotAvailable
 from consumer_sdk.snapshot.chunks import ChunkRows
-from consumer_sdk.snapshot.request import RequestRefused
+from consumer_sdk.snapshot.request import RequestRefused, SnapshotAbandoned
 from consumer_sdk.snapshot.snapshot import Snapshot
 from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.subjects import format_table_name
@@ -52,7 +52,7 @@ async def take_snapshot(
     it may lack pyarrow.
     """
     chunk_format: str | None = "arrow"
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         try:
             snapshot = await client.snapshot(
                 table, fresh=fresh, format=chunk_format, progress=progress
@@ -61,6 +61,10 @@ async def take_snapshot(
             if chunk_format is None:
                 raise
             chunk_format = None
+            continue
+        except SnapshotAbandoned:
+            if attempt + 1 == _ATTEMPTS:
+                raise
             continue
         schema = await client.schema(table)
         if schema.schema_version == snapshot.meta.schema_version:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from consumer_sdk.errors import SnapshotFailed
-from consumer_sdk.snapshot.request import RequestRefused
+from consumer_sdk.snapshot.request import RequestRefused, SnapshotAbandoned
 from spark_consumer.source.snapshot_source import take_snapshot
 
 
@@ -44,6 +44,14 @@ async def test_a_snapshot_that_failed_is_not_copied_once_more_in_another_format(
     with pytest.raises(SnapshotFailed, match="disk full"):
         await ask(bridge)
     assert bridge.asked == ["arrow"]
+
+
+async def test_a_snapshot_that_its_bridge_abandoned_is_requested_again() -> None:
+    abandoned = SnapshotAbandoned("the bridge stopped")
+    bridge = Bridge({"arrow": abandoned})
+    with pytest.raises(SnapshotAbandoned):
+        await ask(bridge)
+    assert bridge.asked == ["arrow"] * 5
 
 
 async def test_a_request_that_is_refused_in_every_format_is_an_error() -> None:

@@ -229,6 +229,7 @@ class SnapshotStore:
             "table": record.table,
             "schema": record.schema,
             "error": error,
+            "retry": error in (STOPPED, OVERTAKEN),
             "ts": time.time_ns() // 1000,
         }
         await self._publish(self._subjects.error(record.token), document, record.error_id)
