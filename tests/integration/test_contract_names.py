@@ -201,7 +201,7 @@ async def test_without_a_prefix_the_names_are_those_of_the_contract(
         }  # fmt: skip
         assert (await log.schema("t"))["table"] == "t"
         source = f"slot_{database.name}"
-        assert (await log.kept_progress(source))["source"] == source
+        assert (await eventually(lambda: log.kept_progress(source)))["source"] == source
         assert [m.subject for m in await log.stored("cdc.$fence.*")] == [f"cdc.$fence.{source}"]
     finally:
         await client.close()
