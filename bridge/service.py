@@ -46,6 +46,7 @@ from bridge.telemetry.logs import MetricsLine
 from bridge.telemetry.stats import ENDED_STATES, BridgeStats, State
 from bridge.telemetry.wal_monitor import WalMonitor
 from consumer_sdk.transport.api import ApiError
+from consumer_sdk.transport.cancellation import errors_of
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.transport.version import __version__
 from consumer_sdk.wire.position import format_lsn
@@ -359,16 +360,7 @@ class Service:
 
 def _main_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error of a group that decides how the bridge continues."""
-    flat: list[BaseException] = []
-
-    def collect(error: BaseException) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            for inner in error.exceptions:
-                collect(inner)
-        else:
-            flat.append(error)
-
-    collect(group)
+    flat = errors_of(group)
     for kind in (DataAtRiskError, BridgeError, Fenced, OutageTooLong, Retryable, Exception):
         for error in flat:
             if isinstance(error, kind):

@@ -7,9 +7,10 @@ import logging
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bridge.postgres.errors import ReplicationRefused
+from consumer_sdk.transport.cancellation import errors_of
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.position import format_lsn
 
@@ -121,9 +122,12 @@ class Streaming:
                 for task in helpers:
                     task.cancel()
                 reader.send_status()
-        except* ReplicationRefused as group_error:
-            refused = _first(group_error, ReplicationRefused)
-            raise pipeline.slot.explain(refused) from group_error
+        except BaseExceptionGroup as group:
+            explain = pipeline.slot.explain
+            raise BaseExceptionGroup(
+                group.message,
+                [explain(e) if isinstance(e, ReplicationRefused) else e for e in errors_of(group)],
+            ) from group
         self._stage = Stage.FINISHED
 
     async def _become_ready(self) -> None:
@@ -148,12 +152,3 @@ class Streaming:
         if self._stage is Stage.FINISHED:
             await self._pipeline.connection.finish()
         await self._resources.aclose()
-
-
-def _first(group: BaseExceptionGroup[Any], kind: type[Any]) -> Any:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            return _first(error, kind)
-        if isinstance(error, kind):
-            return error
-    raise AssertionError(group)

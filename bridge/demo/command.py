@@ -24,7 +24,8 @@ from bridge.demo.programs import Programs, command_line, interrupt
 from bridge.demo.view import Console, View
 from bridge.demo.workload import Workload
 from bridge.embedded import NatsServer, PostgresServer, free_port, port_is_free
-from bridge.errors import BridgeError, SettingsError
+from bridge.errors import SettingsError
+from consumer_sdk.transport.cancellation import errors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -245,9 +246,9 @@ class Demo:
                 await work
                 for task in others:
                     task.cancel()
-        except* BridgeError as errors:
+        except BaseExceptionGroup as group:
             # The first failure is the cause of the others.
-            raise errors.exceptions[0] from None
+            raise errors_of(group)[0] from None
         finally:
             self._shop_is_open = False
         await workload.execute(END_MARK_STATEMENT)

@@ -15,6 +15,7 @@ import psycopg
 
 from bridge.demo import shop
 from bridge.errors import SourceError
+from consumer_sdk.transport.cancellation import errors_of
 
 SESSIONS: Final = 3
 
@@ -195,8 +196,11 @@ class Workload:
             async with asyncio.TaskGroup() as group:
                 for number in range(SESSIONS):
                     group.create_task(self._session(number))
-        except* psycopg.OperationalError as errors:
-            raise SourceError(f"the workload lost its database: {errors.exceptions[0]}") from errors
+        except BaseExceptionGroup as group:
+            error = errors_of(group)[0]
+            if not isinstance(error, psycopg.OperationalError):
+                raise
+            raise SourceError(f"the workload lost its database: {error}") from group
 
     async def execute(self, statement: str) -> None:
         """Run one statement on a connection of its own."""

@@ -10,7 +10,9 @@
                   ←  ChunkNumberWanted  answered by ChunkNumber, or TableCancelled
                   ←  ObjectAnnounced, ChunkStored, DictionaryTrained
                   ←  TableFinished, or TableFailed
-                  ←  CopyDone           the next CopyTask may come
+                  ←  CopyDone           the worker is idle now
+    Ping          →                before the next CopyTask
+                  ←  Pong
                   ←  WorkerFailed       instead of any other: the process ends
 
 In addition, a worker sends Alive every few seconds. `table` is an index of the task's tables.
@@ -81,6 +83,10 @@ class CopyTask(Message, frozen=True):
         return subjects
 
 
+class Ping(Message, frozen=True):
+    """Asks an idle worker whether it still works."""
+
+
 class LockTables(Message, frozen=True):
     """Lock every table; limits the wait for the locks and the idle time with them."""
 
@@ -115,6 +121,10 @@ class TableCancelled(Message, frozen=True):
 
 class Alive(Message, frozen=True):
     """The worker does not hang, although it may be slow."""
+
+
+class Pong(Message, frozen=True):
+    """The answer of an idle worker to Ping."""
 
 
 class Connected(Message, frozen=True):
@@ -186,12 +196,20 @@ class WorkerFailed(Message, frozen=True):
 
 
 Command: TypeAlias = (
-    CopyTask | LockTables | StartCopying | CopyPiece | NoMorePieces | ChunkNumber | TableCancelled
+    Ping
+    | CopyTask
+    | LockTables
+    | StartCopying
+    | CopyPiece
+    | NoMorePieces
+    | ChunkNumber
+    | TableCancelled
 )
 """From the coordinator to a worker."""
 
 Report: TypeAlias = (
     Alive
+    | Pong
     | Connected
     | LocksTaken
     | PieceWanted

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
 from consumer_sdk.mirror.notices import MirrorStatus, Notice
 from consumer_sdk.targets.target import CopyState, SnapshotRow
-from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.cancellation import errors_of, stay_cancelled
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ class Loader:
             async with asyncio.TaskGroup() as group:
                 for copy in copies:
                     group.create_task(load(copy))
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from errors
+        except BaseExceptionGroup as group:
+            # The first error ended the other loads.
+            raise errors_of(group)[0] from group
 
     async def _load(self, planned: MirrorCopy) -> None:
         table = format_table_name(*planned.name)
@@ -172,11 +173,3 @@ def _is_older(meta: SnapshotMeta, planned: MirrorCopy) -> bool:
         planned.epoch,
         planned.snapshot_lsn,
     )
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that ended the group."""
-    first: BaseException = errors
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first

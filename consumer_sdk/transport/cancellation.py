@@ -1,4 +1,4 @@
-"""Cancellations that libraries drop."""
+"""Cancellations that libraries drop, and the errors of task groups."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ async def uninterrupted(work: asyncio.Future[Result]) -> Result:
     except asyncio.CancelledError:
         await asyncio.wait({work})
         raise
+
+
+def errors_of(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    """The errors of a group, in order and without nesting.
+
+    Code that raises another error for a group catches BaseExceptionGroup and uses this function.
+    An error raised in `except*` would be put into a new group by the first releases of Python 3.11.
+    """
+    flat: list[BaseException] = []
+    for error in group.exceptions:
+        flat += errors_of(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return flat

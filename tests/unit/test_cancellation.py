@@ -1,15 +1,19 @@
-"""A cancellation that somebody swallowed is not forgotten."""
+"""Neither a swallowed cancellation nor the error in a group is lost."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from bridge.config import load
 from bridge.service import Service, StopRequested
-from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.cancellation import errors_of, stay_cancelled
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def test_what_arrives_together_with_a_cancellation_does_not_undo_it():
@@ -91,3 +95,18 @@ async def test_work_that_a_stop_has_ended_is_not_an_error(error: BaseException):
     service.request_shutdown()
     with pytest.raises(StopRequested):
         await task
+
+
+def test_the_errors_of_nested_groups_come_in_order():
+    nested = ExceptionGroup("", [ExceptionGroup("", [KeyError(1), OSError()]), ValueError()])
+    assert [type(error) for error in errors_of(nested)] == [KeyError, OSError, ValueError]
+
+
+@pytest.mark.parametrize("package", ["bridge", "consumer_sdk", "spark_consumer"])
+def test_no_error_is_raised_in_except_star(package):
+    """Python 3.11.2 puts such an error into a group, so that no caller recognises it."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        tries = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.TryStar))
+        handlers = (handler for one in tries for handler in one.handlers)
+        raising = [n for one in handlers for n in ast.walk(one) if isinstance(n, ast.Raise)]
+        assert not raising, f"{path}, line {raising[0].lineno}"

@@ -38,6 +38,7 @@ from bridge.snapshot.messages import (
     unexpected,
 )
 from bridge.snapshot.tables import cut, describe_table, useful_workers
+from consumer_sdk.transport.cancellation import errors_of
 from consumer_sdk.transport.holds import hold_async
 
 if TYPE_CHECKING:
@@ -264,8 +265,9 @@ class ExportRun:
             async with asyncio.TaskGroup() as group:
                 for worker in workers:
                     group.create_task(self._serve(worker))
-        except* SnapshotError as errors:
-            raise SnapshotError(str(_first(errors))) from errors
+        except BaseExceptionGroup as group:
+            # The first error ended the other tasks.
+            raise errors_of(group)[0] from group
 
     async def _serve(self, worker: WorkerProcess) -> None:
         """Answer a worker's requests until it has finished."""
@@ -345,8 +347,3 @@ class ExportRun:
             dictionary=dictionary,
             train=trainable and dictionary is None,
         )
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
@@ -11,7 +10,16 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from bridge.errors import SnapshotError
-from bridge.snapshot.messages import Alive, Report, WorkerFailed, decode_report, encode, unexpected
+from bridge.snapshot.messages import (
+    Alive,
+    Ping,
+    Pong,
+    Report,
+    WorkerFailed,
+    decode_report,
+    encode,
+    unexpected,
+)
 from consumer_sdk.transport.cancellation import uninterrupted
 
 if TYPE_CHECKING:
@@ -57,18 +65,14 @@ class WorkerProcess:
             await cls(number, await starting).end()
             raise
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs, by the system: the event loop notices its end later."""
-        if self._process.returncode is not None:
-            return False
-        if not hasattr(os, "waitid"):  # macOS before Python 3.13
-            return True
+    async def answers(self) -> bool:
+        """Whether an idle worker still works; the event loop may not know yet that it died."""
+        await self.send(Ping())
         try:
-            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
+            await self.expect(Pong)
+        except SnapshotError:
             return False
-        return ended is None
+        return True
 
     async def send(self, command: Command) -> None:
         """Send a command; if the worker is dead, `receive` raises the error."""
@@ -166,7 +170,12 @@ class WorkerPool:
     async def _take(self, number: int) -> WorkerProcess:
         while self._idle:
             worker = self._idle.pop()
-            if worker.is_alive:
+            try:
+                has_answered = await worker.answers()
+            except BaseException:
+                await _end([worker])
+                raise
+            if has_answered:
                 worker.number = number
                 return worker
             await worker.end()

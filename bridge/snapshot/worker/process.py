@@ -24,6 +24,8 @@ from bridge.snapshot.messages import (
     LockTables,
     NoMorePieces,
     PieceWanted,
+    Ping,
+    Pong,
     StartCopying,
     TableFailed,
     TableFinished,
@@ -150,7 +152,13 @@ def main() -> int:
     pipe = CoordinatorPipe()
     while True:
         try:
-            Worker(pipe, pipe.expect(CopyTask)).run()
+            match pipe.receive():
+                case Ping():
+                    pipe.send(Pong())
+                case CopyTask() as task:
+                    Worker(pipe, task).run()
+                case other:
+                    raise unexpected(other)
         except Exception as error:  # noqa: BLE001 - the bridge reports it to the consumer
             pipe.send(WorkerFailed(_described(error)))
             return 1
