@@ -14,10 +14,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
+# All platforms and Pythons in one file; no line names the index it was made from.
+LOCK := $(BIN)/uv --no-config --quiet pip compile --universal --python-version 3.11 --generate-hashes \
+	--no-emit-index-url --no-emit-find-links --no-annotate --no-header
 CAMPAIGN := $(BIN)/python -m tests.fault.campaign
 
+SBOM := PYTHONWARNINGS=ignore $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-alone test-long check bench test-more more prove fuzz clean
+.PHONY: help demo test test-alone test-long check audit bench test-more more prove fuzz lock sbom licences clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,11 +43,12 @@ test-long: $(VENV)/.dev  ## the tests that kill and cut in loops, twenty rounds 
 	TAILRACE_LONG=1 $(PYTEST) -m "not more" --timeout 3600 tests/fault tests/integration/test_mirror_faults.py \
 		tests/integration/test_snapshot_handoff.py
 
-check: $(VENV)/.dev  ## format, lint, types, import rules, and the built wheel in an empty environment
+check: $(VENV)/.dev  ## format, lint, types, import rules, known vulnerabilities, and the built wheel in an empty environment
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.dependencies audit
 	rm -rf build/check && mkdir -p build/check
 	$(BIN)/python -m build --outdir build/check .
 	$(BIN)/python -m venv build/check/venv
@@ -51,11 +57,15 @@ check: $(VENV)/.dev  ## format, lint, types, import rules, and the built wheel i
 		venv/bin/$$command --help > $$command.txt && venv/bin/$$command --version || exit 1; \
 	done
 
+audit: $(VENV)/.dev  ## known vulnerabilities of the packages of the image, if an advisory source can be reached
+	$(BIN)/python -m tests.dependencies audit
+
 bench: $(VENV)/.dev  ## throughput and latency, as ratios to PostgreSQL's own tools
 	$(BIN)/python -m tests.bench
 
 test-more: more  ## tests that need more than Python packages: a browser, PostgreSQL 14, 15 and 17
-	$(PYTEST) -m more tests
+	$(PYTEST) -m more tests/browser  # the browser's driver keeps an event loop, so nothing else runs with it
+	$(PYTEST) -m more --ignore tests/browser tests
 	for version in $(OTHER_POSTGRES); do \
 		TAILRACE_POSTGRES=$$version $(PYTEST) -n $(WORKERS) -k pg$$version tests/integration || exit 1; \
 	done
@@ -73,6 +83,20 @@ fuzz: $(VENV)/.dev  ## property tests with FUZZ_EXAMPLES examples each, then FUZ
 		$(PYTEST) -n $(WORKERS) --timeout 0 tests/property
 	$(PIP_INSTALL) -e '.[fuzz]'
 	$(BIN)/python -m tests.property.coverage_guided --seconds $(FUZZ_SECONDS)
+
+lock: $(VENV)/.release  ## the packages of the image anew, each with its hashes: compose/requirements*.lock
+	$(LOCK) --upgrade --extra arrow --output-file compose/requirements.lock pyproject.toml
+	$(LOCK) --upgrade --extra arrow --extra spark --constraints compose/requirements.lock \
+		--output-file compose/requirements-spark.lock pyproject.toml
+	printf 'hatchling>=1.27\nsetuptools\n' | $(LOCK) --upgrade --output-file compose/requirements-build.lock -
+
+sbom: $(VENV)/.release  ## the packages of the images, as CycloneDX: build/sbom.json, build/sbom-spark.json
+	mkdir -p build
+	$(SBOM) --output-file build/sbom.json compose/requirements.lock
+	$(SBOM) --output-file build/sbom-spark.json compose/requirements-spark.lock
+
+licences: $(VENV)/.dev  ## name, version and licence of every package that tailrace installs
+	$(BIN)/python -m tests.dependencies licences
 
 more: $(VENV)/.dev  ## what make test-more needs
 	$(PIP_INSTALL) -e '.[more]'
@@ -95,3 +119,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.release: $(VENV)/.dev
+	$(PIP_INSTALL) -e '.[release]'
+	@touch $@
