@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from bridge import config
 from bridge.errors import BridgeError, SettingsError
+from consumer_sdk.transport.logfmt import mask_secrets
 from consumer_sdk.transport.version import __version__
+from consumer_sdk.wire.escaping import printable
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -37,7 +39,7 @@ Stream PostgreSQL changes to NATS JetStream: complete, in commit order, exactly 
 EPILOG = """\
 Every setting can also be given as BRIDGE_{NAME} in the environment or in a TOML file (--config);
 flags override the environment, and the environment overrides the file. Passwords and tokens are
-read from the environment or the file only.
+read from the environment or the file only; a password also from a file or a command of its own.
 
 Exit codes: 0 fine, 1 the answer is no, 2 bad settings, 3 PostgreSQL or NATS not usable as
 configured, 4 data at risk.
@@ -48,6 +50,7 @@ CHECK_LISTS = (
     "slot", "pub", "prefix", "on_gap", "PostgreSQL", "NATS", "cdc_stream", "init_stream",
     "wal_warning",
 )  # fmt: skip
+PERMISSION_FORMS = ("server", "nsc")
 DROP_LISTS = ("slot", "prefix", "PostgreSQL", "NATS")
 
 
@@ -77,7 +80,7 @@ def _add_settings(
         if group is None:
             group = groups[meta["group"]] = parser.add_argument_group(meta["group"])
         variables = ", ".join(config.environment_names(item))
-        default = "" if item.default in ("", False) else f", default {_shown(item)}"
+        default = "" if item.default in ("", False, ()) else f", default {_shown(item)}"
         text = f"{meta['help']} [{variables}{default}]".replace("%", "%%")
         if listed is not None and item.name not in listed and meta["group"] not in listed:
             text = argparse.SUPPRESS
@@ -126,7 +129,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     elif command == "check":
         parser = _Parser(
             prog="bridge check",
-            usage="bridge check --slot NAME --pub NAME [--json] [--fix-sql] [SETTINGS]",
+            usage="bridge check --slot NAME --pub NAME [--json | --fix-sql | --permissions [FORM]] "
+            "[SETTINGS]",
             description="Check PostgreSQL and NATS and print every finding with its exact fix. "
             "Exit code 0 only if the bridge can run safely.",
             epilog=ALL_SETTINGS,
@@ -140,6 +144,14 @@ def _parser(command: str) -> argparse.ArgumentParser:
         )
         own.add_argument(
             "--fix-sql", action="store_true", help="print the SQL of a least-privilege set-up"
+        )
+        own.add_argument(
+            "--permissions",
+            nargs="?",
+            choices=PERMISSION_FORMS,
+            const=PERMISSION_FORMS[0],
+            help="print NATS accounts for bridge and readers: for nats-server.conf (server), or as "
+            "commands of nsc",
         )
         _add_settings(parser, listed=CHECK_LISTS, skip=("json",))
     elif command == "config":
@@ -191,7 +203,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser(command).parse_args(arguments)
         return _COMMANDS[command](options)
     except BridgeError as error:
-        print(f"bridge: {error}", file=sys.stderr)
+        # What follows the name of a variable, such as PGPASSWORD, is not its value.
+        where, colon, text = " ".join(str(error).split()).partition(": ")
+        text = mask_secrets(where) + colon + mask_secrets(text)
+        print(f"bridge: {printable(text)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -233,6 +248,7 @@ def _run(options: argparse.Namespace) -> int:
 
     settings = _settings(options)
     config.require(settings, "slot", "pub")
+    config.refuse_example_secrets(settings)
     _require_addresses(settings)
     configure_logging(settings.log_level, settings.log_format)  # type: ignore[arg-type]
     for name, meant in config.misspelled():
@@ -248,11 +264,12 @@ def _run(options: argparse.Namespace) -> int:
 
 def _config(options: argparse.Namespace) -> int:
     for name, meant in config.misspelled():
-        print(f"bridge: {name} is not a setting; {meant} is", file=sys.stderr)
+        print(f"bridge: {printable(name)} is not a setting; {meant} is", file=sys.stderr)
     rows = config.masked(_settings(options))
     if options.as_json:
         print(json.dumps({name: {"value": v, "origin": o} for name, v, o in rows}, indent=2))
         return 0
+    rows = [(name, printable(value), printable(origin)) for name, value, origin in rows]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     for name, value, origin in rows:
         print(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
@@ -273,9 +290,12 @@ def _drop(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from bridge.preflight.command import run_check
+    from bridge.preflight.command import print_permissions, run_check
 
     settings = _settings(options)
+    if options.permissions:
+        print_permissions(settings, form=options.permissions)
+        return 0
     config.require(settings, "slot", "pub")
     _require_addresses(settings)
     return asyncio.run(run_check(settings, as_json=bool(options.json), fix_sql=options.fix_sql))

@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import tomllib
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
+from urllib.parse import unquote
 
 from bridge.errors import SettingsError
+from consumer_sdk.transport.calls import INBOX_PREFIX_FORM, is_inbox_prefix
+from consumer_sdk.transport.passwords import parse_command
 from consumer_sdk.wire.subjects import Subjects
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-Kind = Literal["text", "integer", "flag", "seconds", "bytes"]
+Kind = Literal["text", "integer", "flag", "seconds", "bytes", "command"]
 
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _BYTES = {"": 1, "b": 1, "kb": 1024, "mb": 1024**2, "gb": 1024**3, "tb": 1024**4}
@@ -66,6 +70,12 @@ def _parse_integer(text: Any) -> int:
     return int(text)
 
 
+def _parse_command(text: Any) -> tuple[str, ...]:
+    if isinstance(text, list | tuple):
+        return tuple(_parse_text(part) for part in text)
+    return parse_command(_parse_text(text))
+
+
 def _parse_flag(text: Any) -> bool:
     if isinstance(text, bool):
         return text
@@ -95,6 +105,7 @@ def _with_unit(text: Any, units: Mapping[str, float], default_unit: str) -> floa
 
 _PARSERS: dict[Kind, Any] = {
     "text": _parse_text,
+    "command": _parse_command,
     "integer": _parse_integer,
     "flag": _parse_flag,
     "seconds": lambda text: _with_unit(text, _SECONDS, "s"),
@@ -102,6 +113,7 @@ _PARSERS: dict[Kind, Any] = {
 }
 _EXPECTED: dict[Kind, str] = {
     "text": "a text in UTF-8",
+    "command": "a command with its arguments",
     "integer": "a whole number",
     "flag": "yes or no",
     "seconds": "a duration such as 500ms, 30s, 2h or 8d",
@@ -142,7 +154,20 @@ def check_together(settings: Settings) -> None:
             f"{settings.where(name)}: {getattr(settings, name)!r} is the other stream's name; "
             "changes and snapshots need a stream each"
         )
-    for name in ("nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key"):
+    if not is_inbox_prefix(settings.nats_inbox_prefix):
+        raise SettingsError(
+            f"{settings.where('nats_inbox_prefix')}: {settings.nats_inbox_prefix!r} "
+            f"{INBOX_PREFIX_FORM}"
+        )
+    for side in ("pg", "nats"):
+        names = (f"{side}_password", f"{side}_password_file", f"{side}_password_command")
+        given = [settings.where(name) for name in names if getattr(settings, name)]
+        if len(given) > 1:
+            raise SettingsError(f"{' and '.join(given)} are both given; keep one")
+    for name in (
+        "nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key", "nats_password_file",
+        "pg_password_file", "http_cert", "http_key",
+    ):  # fmt: skip
         path = cast("str", getattr(settings, name))
         if path and not Path(path).is_file():
             raise SettingsError(f"{settings.where(name)}: no file {path}")
@@ -203,7 +228,19 @@ class Settings:
     origin: str = setting(
         "any", "'none' leaves out changes that were themselves replicated", choices=("any", "none")
     )
-    admin_token: str = setting("", "token for POST /shutdown", secret=True, flag=False)
+    http_open: bool = setting(
+        False,
+        "on an address that is not loopback, /status, /metrics and the dashboard need no token",
+        kind="flag",
+    )
+    http_cert: str = setting("", "certificate file (PEM) for HTTPS; a renewed one is read again")
+    http_key: str = setting("", "its key file, unless the key is in the certificate file")
+    admin_token: str = setting(
+        "", "token for POST /shutdown, and for reading too", secret=True, flag=False
+    )
+    read_token: str = setting(
+        "", "token for /status, /metrics and the dashboard", secret=True, flag=False
+    )
 
     database_url: str = setting(
         "", "PostgreSQL in one piece", env=("DATABASE_URL",), secret=True, group="PostgreSQL"
@@ -217,6 +254,14 @@ class Settings:
     pg_password: str = setting(
         "", "its password", env=("POSTGRES_BRIDGE_PASSWORD",), secret=True, flag=False,
         group="PostgreSQL",
+    )  # fmt: skip
+    pg_password_file: str = setting(
+        "", "file that holds its password; read for every connection",
+        env=("POSTGRES_BRIDGE_PASSWORD_FILE",), group="PostgreSQL",
+    )  # fmt: skip
+    pg_password_command: tuple[str, ...] = setting(
+        (), "command that prints its password; no shell runs it", kind="command",
+        env=("POSTGRES_BRIDGE_PASSWORD_COMMAND",), group="PostgreSQL",
     )  # fmt: skip
     pg_sslmode: str = setting(
         "", "TLS towards PostgreSQL, as in libpq", env=("PGSSLMODE",), group="PostgreSQL"
@@ -239,14 +284,31 @@ class Settings:
     nats_password: str = setting(
         "", "its password", env=("NATS_BRIDGE_PASSWORD",), secret=True, flag=False, group="NATS"
     )
+    nats_password_file: str = setting(
+        "", "file that holds its password; read for every connection", env=("NATS_PASSWORD_FILE",),
+        group="NATS",
+    )  # fmt: skip
+    nats_password_command: tuple[str, ...] = setting(
+        (), "command that prints its password; no shell runs it", kind="command",
+        env=("NATS_PASSWORD_COMMAND",), group="NATS",
+    )  # fmt: skip
     nats_creds: str = setting("", "credentials file", env=("NATS_CREDS",), group="NATS")
     nats_nkey: str = setting("", "nkey seed file", env=("NATS_NKEY",), group="NATS")
     nats_ca: str = setting("", "CA certificate of NATS", env=("NATS_CA",), group="NATS")
     nats_cert: str = setting("", "client certificate", env=("NATS_CERT",), group="NATS")
     nats_key: str = setting("", "client key file", env=("NATS_KEY",), group="NATS")
+    nats_inbox_prefix: str = setting(
+        "_INBOX", "what the bridge's inboxes begin with, _INBOX or _INBOX_NAME",
+        env=("NATS_INBOX_PREFIX",), group="NATS",
+    )  # fmt: skip
+    nats_tls_first: bool = setting(
+        False, "begin TLS before the server speaks, as its `handshake_first` demands", kind="flag",
+        env=("NATS_TLS_FIRST",), group="NATS",
+    )  # fmt: skip
     nats_monitor: str = setting(
-        "", "monitoring address of nats-server, http://host:8222, for `bridge check`", group="NATS"
-    )
+        "", "monitoring address of nats-server, http://host:8222, for `bridge check` and the "
+        "limits of created streams", group="NATS",
+    )  # fmt: skip
 
     cdc_stream: str = setting("", "name of the CDC stream, default {prefix_}CDC", group="streams")
     init_stream: str = setting(
@@ -257,15 +319,23 @@ class Settings:
         low=0,
     )  # fmt: skip
     cdc_max_bytes: int = setting(
-        0, "size limit of a created CDC stream, 0 for none", kind="bytes", group="streams", low=0
-    )
+        0, "size limit of a created CDC stream, 0 for none; by default a share of what the NATS "
+        "account, or the server at --nats-monitor, may still store", kind="bytes", group="streams",
+        low=0,
+    )  # fmt: skip
+    cdc_discard: str = setting(
+        "new", "a full CDC stream that was created refuses new changes, so that the bridge waits "
+        "and PostgreSQL keeps WAL, or removes the oldest ones, even unread", choices=("new", "old"),
+        group="streams",
+    )  # fmt: skip
     init_max_age: float = setting(
         7 * 86400.0, "how long a created INIT stream keeps snapshots", kind="seconds",
         group="streams", low=0,
     )  # fmt: skip
     init_max_bytes: int = setting(
-        0, "size limit of a created INIT stream, 0 for none", kind="bytes", group="streams", low=0
-    )
+        0, "size limit of a created INIT stream, 0 for none; by default a share as for CDC, or "
+        "60GB where no limit can be seen", kind="bytes", group="streams", low=0,
+    )  # fmt: skip
     replicas: int = setting(
         1, "replicas of created streams and buckets", kind="integer", group="streams", low=1
     )
@@ -316,6 +386,10 @@ class Settings:
     snapshot_wait: float = setting(
         300.0, "how long a snapshot waits for running transactions", kind="seconds",
         group="snapshots", low=1,
+    )  # fmt: skip
+    snapshot_interval: float = setting(
+        10.0, "how often a new snapshot of a table may begin, once ten have begun in a row; "
+        "0 for no limit", kind="seconds", group="snapshots", low=0,
     )  # fmt: skip
 
     wal_check_interval: float = setting(
@@ -447,6 +521,42 @@ def _read_file(path: str) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in document.items()}
 
 
+# The placeholder in our own example files, however it is written.
+_EXAMPLE_SECRET = re.compile(r"(?i)change[-_ ]?me\Z")
+_PASSWORDS_IN_ADDRESS = re.compile(
+    r"(?i)//(?:[^@/?#,]*:)?([^@:/?#,]+)@|password\s*=\s*'?([^\s'&]+)"
+)
+
+
+def is_example_secret(secret: str) -> bool:
+    """Whether a password, a token, or the password in an address is one of our examples."""
+    candidates = [secret, *(a or b for a, b in _PASSWORDS_IN_ADDRESS.findall(secret))]
+    return any(_EXAMPLE_SECRET.match(unquote(one).strip()) for one in candidates)
+
+
+def example_secrets(settings: Settings, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Where the user gave an example password or token: flag, variable or key in the file."""
+    found = [
+        settings.where(item.name)
+        for item in definitions()
+        if item.metadata["secret"] and is_example_secret(getattr(settings, item.name))
+    ]
+    # libpq reads this one itself.
+    if is_example_secret((os.environ if environ is None else environ).get("PGPASSWORD", "")):
+        found.append("PGPASSWORD")
+    return found
+
+
+def refuse_example_secrets(settings: Settings, environ: Mapping[str, str] | None = None) -> None:
+    """Raise SettingsError if a password or token is one that everybody can read in our examples."""
+    found = example_secrets(settings, environ)
+    if found:
+        raise SettingsError(
+            f"{', '.join(found)}: the password or token of the example is still there; "
+            "set one of your own, for instance from `openssl rand -hex 32`"
+        )
+
+
 def require(settings: Settings, *names: str) -> None:
     """Raise SettingsError if a setting that the command needs is missing."""
     for item in definitions():
@@ -466,5 +576,7 @@ def masked(settings: Settings) -> list[tuple[str, str, str]]:
             shown = "***"
         elif item.metadata["kind"] == "flag":
             shown = "yes" if value else "no"
+        elif item.metadata["kind"] == "command":
+            shown = shlex.join(value)
         rows.append((item.name, shown, settings.origins[item.name]))
     return rows

@@ -12,6 +12,8 @@ from bridge.jetstream.connection import connect, probe
 from bridge.postgres.connection import connect_catalog, conninfo_of
 from bridge.postgres.errors import DriverError, one_line
 from bridge.schemas.store import SchemaStore
+from consumer_sdk.transport.logfmt import mask_secrets
+from consumer_sdk.wire.escaping import printable
 
 if TYPE_CHECKING:
     from bridge.config import Settings
@@ -67,6 +69,10 @@ def _refuse_foreign(slot: str, kind: str, plugin: str, database: str, ours: str)
     )
 
 
+def _report_unreleased(error: Exception) -> None:
+    print(f"its tables were not released on NATS: {printable(mask_secrets(one_line(error)))}")
+
+
 async def _release(settings: Settings) -> None:
     """Release the tables, so that other sources may publish them; a failure is only printed."""
     try:
@@ -78,7 +84,7 @@ async def _release(settings: Settings) -> None:
             on_error=lambda _error: None,
         )
     except (BridgeError, Retryable, OSError, nats.errors.Error) as error:
-        print(f"its tables were not released on NATS: {error}")
+        _report_unreleased(error)
         return
     try:
         js = client.jetstream()
@@ -90,6 +96,6 @@ async def _release(settings: Settings) -> None:
     except NotFoundError:
         print("no tables to release")
     except (TimeoutError, nats.errors.Error) as error:
-        print(f"its tables were not released on NATS: {error}")
+        _report_unreleased(error)
     finally:
         await client.close()

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import time
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +25,7 @@ from bridge.errors import (
     HistoryBroken,
     PublicationTooNew,
     Retryable,
+    SettingsError,
     SourceError,
     TableTaken,
 )
@@ -41,12 +43,21 @@ from bridge.postgres.slot import SlotInUse
 from bridge.publish.outage import OutageTooLong
 from bridge.publish.resume_point import StartFacts
 from bridge.start import open_streaming
+from bridge.telemetry.access import Access
+from bridge.telemetry.connections import Certificate
 from bridge.telemetry.http import HttpServer
 from bridge.telemetry.logs import MetricsLine
 from bridge.telemetry.stats import ENDED_STATES, BridgeStats, State
-from bridge.telemetry.wal_monitor import WalMonitor
+from bridge.telemetry.wal_monitor import WalLimits, WalMonitor
 from consumer_sdk.transport.api import ApiError
+from consumer_sdk.transport.calls import ApiCall, bridge_calls
 from consumer_sdk.transport.cancellation import errors_of
+from consumer_sdk.transport.connection import (
+    explain_refusal,
+    is_forbidden,
+    is_refused,
+    one_line,
+)
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.transport.version import __version__
 from consumer_sdk.wire.position import format_lsn
@@ -65,6 +76,7 @@ FIRST_BACKOFF_SECONDS = 0.25
 LAST_BACKOFF_SECONDS = 5.0
 REPAIR_SECONDS = 2.0
 OUTAGE_POLL_SECONDS = 2.0
+LOGIN_WARNING = "nats-login"
 
 T = TypeVar("T")
 
@@ -112,7 +124,7 @@ class Service:
         self._session_count = 0
         """How many streaming sessions have begun."""
         self._start_facts = StartFacts()
-        self._denied = ""
+        self._denied: str | None = None
         """The last permissions violation that nats-server reported."""
         self.stats = BridgeStats()
         self.stats.source = settings.slot
@@ -168,7 +180,8 @@ class Service:
             self.stats,
             host=settings.host,
             port=settings.port,
-            admin_token=settings.admin_token or None,
+            access=Access(settings.admin_token, settings.read_token, settings.http_open),
+            certificate=_certificate(settings),
             request_shutdown=self.request_shutdown,
             stream_info=self._stream_info,
         )
@@ -176,9 +189,12 @@ class Service:
         self._stack.push_async_callback(http.stop)
         self._in_background(MetricsLine().run(self.stats, settings.metrics_interval))
         monitor = WalMonitor(
-            self._conninfo, settings.slot, self.stats, settings.wal_check_interval,
-            settings.wal_warning, settings.wal_critical,
-        )  # fmt: skip
+            self._conninfo,
+            settings.slot,
+            self.stats,
+            WalLimits(settings.wal_warning, settings.wal_critical),
+            interval=settings.wal_check_interval,
+        )
         self._in_background(monitor.run())
         await self._connect_nats()
 
@@ -200,18 +216,20 @@ class Service:
             except Retryable as error:
                 self._report_not_streaming(str(error))
                 await self._backoff.wait()
-        self._client = await connect(
-            self._settings,
-            on_disconnect=self._on_nats_disconnect,
-            on_reconnect=self._on_nats_reconnect,
-            on_error=self._on_nats_error,
+        self._client = await self._unless_stopped(
+            connect(
+                self._settings,
+                on_disconnect=self._on_nats_disconnect,
+                on_reconnect=self._on_nats_reconnect,
+                on_error=self._on_nats_error,
+            )
         )
         self._stack.push_async_callback(self._client.close)
         self._backoff.reset()
         self._nats_connected = self.stats.nats_connected = True
-        self.stats.nats_version = ".".join(map(str, server_version(self._client)))
-        event(log, "connected to nats", server=connection_options(self._settings).hosts,
-              version=self.stats.nats_version)  # fmt: skip
+        version = self.stats.nats_version = ".".join(map(str, server_version(self._client)))
+        hosts = connection_options(self._settings).hosts
+        event(log, "connected to nats", server=hosts, version=version)
 
     def _on_nats_disconnect(self) -> None:
         if self._streaming is not None:
@@ -223,10 +241,33 @@ class Service:
 
     def _on_nats_error(self, error: Exception) -> None:
         event(log, "nats error", level=logging.DEBUG, reason=str(error))
-        if "permissions violation" in str(error).lower():
-            self._denied = str(error).removeprefix("nats: ")
+        if is_forbidden(error):
+            self._denied = one_line(error)
+        elif is_refused(error):
+            self._note_refusal(error)
+        elif isinstance(error, (ConnectionRefusedError, TimeoutError)):
+            # Nobody refuses the login any more: there is no server.
+            self._forget_refusal()
+
+    def _note_refusal(self, error: Exception) -> None:
+        """Report a refused login, once until one is accepted.
+
+        A connection that the server ends may be replaced at once, with other credentials.
+        """
+        is_kicked = self._client is not None and self._client.is_connected
+        if not is_kicked and self.stats.nats_refused_at is None:
+            self.stats.nats_refused_at = time.monotonic()
+            reason = explain_refusal(error, connection_options(self._settings))
+            self.stats.warn(LOGIN_WARNING, reason, "the bridge tries again until it works")
+            self.stats.last_error = reason
+            event(log, "nats refuses the login", level=logging.ERROR, reason=reason)
+
+    def _forget_refusal(self) -> None:
+        self.stats.nats_refused_at = None
+        self.stats.clear_warning(LOGIN_WARNING)
 
     def _on_nats_reconnect(self) -> None:
+        self._forget_refusal()
         self._nats_connected = self.stats.nats_connected = True
         self.stats.nats_reconnect_count += 1
         event(log, "nats reconnected")
@@ -252,7 +293,7 @@ class Service:
                     raise
                 self._start_facts.gap = str(error)
             except TRANSIENT as error:
-                if self._denied and not self._session_count:
+                if self._denied is not None and not self._session_count:
                     raise BrokerError(
                         f"NATS permits too little: {self._denied}; "
                         "`bridge check` prints the permissions that the bridge needs"
@@ -338,12 +379,12 @@ class Service:
         event(log, "not streaming", level=level, reason=reason)
 
     async def _stream_info(self, name: str) -> dict[str, Any] | None:
-        if self._client is None or not self._client.is_connected:
-            return None
-        if not name or any(ch in name for ch in " .*>/\\\t\r\n"):
+        # The bridge may not ask for other streams.
+        known = bridge_calls(self._settings.subjects)
+        if name not in known or self._client is None or not self._client.is_connected:
             return None
         try:
-            return await api(self._client, f"STREAM.INFO.{name}")
+            return await api(self._client, ApiCall.STREAM_INFO.of(name))
         except (ApiError, Retryable):
             return None
 
@@ -356,6 +397,14 @@ class Service:
             confirmed_lsn=format_lsn(stats.confirmed_lsn), uptime=int(stats.uptime_seconds),
         )  # fmt: skip
         await self._stack.aclose()
+
+
+def _certificate(settings: Settings) -> Certificate | None:
+    if settings.http_cert:
+        return Certificate(settings.http_cert, settings.http_key)
+    if settings.http_key:
+        raise SettingsError(f"{settings.where('http_key')}: a key needs its --http-cert")
+    return None
 
 
 def _main_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:

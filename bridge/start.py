@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ from bridge.publish.reader import WalReader
 from bridge.publish.resume_point import ResumePoint
 from bridge.publish.ring import Ring
 from bridge.schemas.coverage_watch import CoverageStore, CoverageWatch
-from bridge.schemas.registry import Document, SchemaRegistry
+from bridge.schemas.registry import SchemaRegistry
 from bridge.schemas.store import SchemaStore
 from bridge.schemas.tables import PublishedTables
 from bridge.snapshot.coordinator.requests import SnapshotSettings
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from bridge.publish.resume_point import StartFacts
     from bridge.telemetry.stats import BridgeStats
     from bridge.wal.messages import Relation
+    from consumer_sdk.wire.envelope import Document
 
 log = logging.getLogger("bridge.streaming")
 
@@ -123,11 +125,7 @@ class _Opening:
             await self._slot.start(connection, settings.origin)
         stats.slot_active = True
         self._resources.callback(self._note_released)
-        foreign = {
-            token
-            for token, document in stored_schemas.items()
-            if document.get("source") != settings.slot
-        }
+        foreign = self._schemas.foreign_tables(stored_schemas)
         async with (
             self._slot.dropped_if_at_risk(connection, facts.slot_created_at),
             connection.kept_alive(settings.status_interval),
@@ -182,7 +180,7 @@ class _Opening:
     async def _load_schemas(self, publication: PublicationReader) -> dict[str, Document]:
         """All schema documents; TableTaken if one of our tables belongs to another source."""
         stored = await self._schemas.load()
-        if any(one.get("source") != self._settings.slot for one in stored.values()):
+        if self._schemas.foreign_tables(stored):
             for schema, table in await publication.tables():
                 self._schemas.refuse_foreign(stored.get(table_token(schema, table)))
         return stored
@@ -265,8 +263,16 @@ class _Opening:
             log=reader,
             known=known,
         )
-        snapshots = self._snapshots(source, tables)
-        return Pipeline(self._slot, connection, reader, publisher, tables, coverage, snapshots)
+        return Pipeline(
+            source=source,
+            slot=self._slot,
+            connection=connection,
+            reader=reader,
+            publisher=publisher,
+            tables=tables,
+            coverage=coverage,
+            snapshots=self._snapshots(source, tables),
+        )
 
     def _packaging(self, source: Source) -> Packaging:
         broker, compress = self._broker, None
@@ -279,15 +285,23 @@ class _Opening:
     def _snapshots(self, source: Source, tables: PublishedTables) -> SnapshotService:
         settings = self._settings
         nats = {name: value for name, value in vars(settings).items() if name.startswith("nats_")}
+        has_command = bool(settings.pg_password_command or settings.nats_password_command)
         return SnapshotService(
             self._broker.client,
             source,
-            ServerAccess(self._conninfo, nats),
+            ServerAccess(
+                str(self._conninfo),
+                nats,
+                password_file=settings.pg_password_file,
+                password_command=settings.pg_password_command,
+                environment=dict(os.environ) if has_command else {},
+            ),
             SnapshotSettings(
                 workers=settings.snapshot_workers,
                 chunk_rows=settings.snapshot_chunk_rows,
                 wait_limit=settings.snapshot_wait,
                 zstd=settings.zstd,
+                interval=settings.snapshot_interval,
             ),
             schemas=tables,
             stats=self._stats,
@@ -303,10 +317,8 @@ class _RelationCompiler:
     is_utf8: bool
 
     async def __call__(self, message: Relation, commit_lsn: int) -> CompiledRelation:
-        structure, types, version, notice = await self.tables.from_log(message, commit_lsn)
-        return CompiledRelation(
-            structure, types, version, notice, self.packaging, utf8=self.is_utf8
-        )
+        versioned = await self.tables.from_log(message, commit_lsn)
+        return CompiledRelation(versioned, self.packaging, utf8=self.is_utf8)
 
 
 @asynccontextmanager

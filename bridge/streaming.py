@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from bridge.errors import Retryable
+from bridge.jetstream.streams import stream_state
 from bridge.postgres.errors import ReplicationRefused
-from consumer_sdk.transport.cancellation import errors_of
+from consumer_sdk.transport.api import ApiError
+from consumer_sdk.transport.cancellation import errors_of, stay_cancelled
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.position import format_lsn
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from bridge.schemas.coverage_watch import CoverageWatch
     from bridge.schemas.tables import PublishedTables
     from bridge.snapshot.coordinator.service import SnapshotService
+    from bridge.source import Source
     from bridge.telemetry.stats import BridgeStats
 
 log = logging.getLogger("bridge.streaming")
@@ -45,6 +49,7 @@ class Stage(Enum):
 class Pipeline:
     """The parts of one streaming session."""
 
+    source: Source
     slot: Slot
     connection: ReplicationConnection
     reader: WalReader
@@ -88,7 +93,7 @@ class Streaming:
         resume = point.continuity.resume
         event(
             log, "streaming starts", slot=self._settings.slot, publication=self._settings.pub,
-            epoch=self._stats.epoch, slot_lsn=format_lsn(point.slot_lsn),
+            epoch=pipeline.source.epoch, slot_lsn=format_lsn(point.slot_lsn),
             after=format_lsn(resume.commit_lsn), next_seq=resume.next_seq,
             mode=point.stream.mode,
         )  # fmt: skip
@@ -112,6 +117,7 @@ class Streaming:
                         )
                     ),
                     group.create_task(self._broker.watch_buckets()),
+                    group.create_task(self._watch_size(interval)),
                 ]
                 publishing = group.create_task(publisher.run())
                 await group.create_task(reader.run())
@@ -129,6 +135,24 @@ class Streaming:
                 [explain(e) if isinstance(e, ReplicationRefused) else e for e in errors_of(group)],
             ) from group
         self._stage = Stage.FINISHED
+
+    async def _watch_size(self, interval: float) -> None:
+        """Warn before the CDC stream refuses changes because of its size limit."""
+        while True:
+            await stay_cancelled()
+            with suppress(ApiError, Retryable):
+                state = await stream_state(self._broker.client, self._broker.subjects.cdc_stream)
+                if state is not None and state.is_nearly_full:
+                    share = state.held_bytes / state.config["max_bytes"]
+                    self._stats.warn(
+                        "cdc-size",
+                        f"stream {state.name} has used {share:.0%} of its size limit; when it is "
+                        "full, the bridge waits and PostgreSQL keeps WAL",
+                        "raise max_bytes of the stream, or lower its max_age; see `bridge check`",
+                    )
+                else:
+                    self._stats.clear_warning("cdc-size")
+            await asyncio.sleep(interval)
 
     async def _become_ready(self) -> None:
         """Report ready after the first pass over the schemas, or if that takes too long."""

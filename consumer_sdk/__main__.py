@@ -1,6 +1,11 @@
 """`python -m consumer_sdk` is the command `cdc`."""
 
-from consumer_sdk.launch.commands import cdc
+import sys
 
 if __name__ == "__main__":
+    # Python looks in the working directory first, where anybody's modules may be.
+    if not sys.flags.safe_path and sys.path[0] != __file__[: -len("/consumer_sdk/__main__.py")]:
+        del sys.path[0]
+    from consumer_sdk.launch.commands import cdc
+
     cdc()

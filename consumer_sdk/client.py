@@ -53,7 +53,7 @@ async def connect(
     """
     if settings is None:
         settings = NatsSettings.resolve(servers, prefix=prefix)
-    connection = await open_connection(settings.connection(), timeout)
+    connection = await open_connection(settings, timeout)
     try:
         yield Client(connection, settings)
     finally:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import TableSchema
 
 T = TypeVar("T")
+CLOSE_SECONDS = 5.0
 
 
 @contextmanager
@@ -261,8 +262,18 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """End the loop, its asynchronous generators and the thread."""
-        self.run(self._loop.shutdown_asyncgens())
+        """End the loop, its tasks, its asynchronous generators and the thread."""
+        self.run(self._end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        # An interrupt leaves a step of an iteration running, and a generator that runs cannot be
+        # closed.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CLOSE_SECONDS)
+        await self._loop.shutdown_asyncgens()

@@ -12,12 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from consumer_sdk.commands.options import Parser, count
 from consumer_sdk.errors import CdcError, GapError, UsageError
-from consumer_sdk.transport.logfmt import LogfmtFormatter
+from consumer_sdk.launch.commands import INTERRUPTED
+from consumer_sdk.transport.logfmt import LogfmtFormatter, mask_secrets
 from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.transport.version import __version__
+from consumer_sdk.wire.escaping import printable
 from spark_consumer.errors import SetupError
-from spark_consumer.lake.directory import lake_directory, require_usable_directory
+from spark_consumer.lake.directory import keep_private, lake_directory, require_usable_directory
 from spark_consumer.runtime.java import JavaProcess
 from spark_consumer.runtime.signals import Interrupted, run_interruptible
 
@@ -33,8 +36,8 @@ DESCRIPTION = (
 EPILOG = """\
 Write tables as in SQL: users, sales.orders, sales."Odd Table.1" (quote them for the shell).
 The NATS connection comes from --nats and --prefix, or from NATS_URL (or NATS_HOST, NATS_PORT,
-NATS_BRIDGE_USER, NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and
-BRIDGE_PREFIX.
+NATS_BRIDGE_USER, NATS_BRIDGE_PASSWORD, NATS_PASSWORD_FILE or NATS_PASSWORD_COMMAND), NATS_CREDS,
+NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY, NATS_TLS_FIRST and BRIDGE_PREFIX.
 Exit codes: 0 success, 1 the table is not published, 2 bad settings, 3 NATS, bridge or table not
 usable as configured, 4 data at risk: the job stopped before it wrote anything wrong. One SIGINT or
 SIGTERM ends the job after the current batch, with 0. A second one ends it at once, with 128 + its
@@ -45,17 +48,11 @@ logger = logging.getLogger(__name__)
 _NEEDED = ("pyspark", "pyarrow", "pandas", "deltalake")
 _TRIGGER = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|sec|seconds?|m|min|minutes?)?\Z")
 _MINUS = re.compile(r"-\.?\d")
-_INTERRUPTED = 130
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options of the command; parsing them does not import Spark."""
-    parser = _Parser(
+    parser = Parser(
         prog="spark-consumer",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -82,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows-per-batch",
         metavar="N",
-        type=_count,
+        type=count,
         default=200_000,
         help="approximate number of changes in a batch, default 200000; transactions stay whole",
     )
@@ -145,12 +142,6 @@ def _trigger_seconds(text: str) -> float:
     return float(match[1]) * factor
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"not a positive number: {text!r}")
-    return int(text)
-
-
 def _setting(text: str) -> tuple[str, str]:
     key, found, value = text.partition("=")
     if not found or not key.startswith("spark."):
@@ -180,12 +171,12 @@ def run(arguments: Sequence[str]) -> int:
         text = " ".join(str(error).split())
         if isinstance(error, GapError):
             text += " with --rebootstrap, which rebuilds the tables"
-        print(f"spark-consumer: {text}", file=sys.stderr)
+        print(f"spark-consumer: {printable(mask_secrets(text))}", file=sys.stderr)
         return error.exit_code
     except Interrupted as interrupted:
         return interrupted.exit_code
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED
 
 
 def _require_packages() -> None:
@@ -237,6 +228,7 @@ class _Run:
             raise UsageError("--tables names no table; see spark-consumer --help")
         lake = lake_directory(options.lake)
         require_usable_directory(lake)
+        keep_private(lake)
         nats_settings = NatsSettings.resolve(
             options.nats, prefix=options.prefix, name="spark-consumer"
         )

@@ -6,7 +6,12 @@ from typing import Any
 
 from bridge.events.assembler import Assembler
 from bridge.events.messages import Item, OutgoingMessage, Oversized, Packaging, SchemaNotice
-from bridge.events.relations import CompiledRelation, Structure
+from bridge.events.relations import (
+    CompiledRelation,
+    Structure,
+    StructureColumn,
+    VersionedStructure,
+)
 from bridge.events.resume import Resume
 from bridge.events.values import ColumnType
 from bridge.publish.ring import Ring
@@ -24,7 +29,8 @@ def structure(
     relation_id: int, table: str, columns: tuple[Any, ...] = COLUMNS, identity: str = "d"
 ) -> Structure:
     """A table of schema public as the log describes it."""
-    return Structure(relation_id, "public", table, identity, columns)
+    described = tuple(StructureColumn(*column) for column in columns)
+    return Structure(relation_id, "public", table, identity, described)
 
 
 class Harness:
@@ -50,12 +56,9 @@ class Harness:
         self, described: Structure, version: int = 1, notice: SchemaNotice | None = None
     ) -> None:
         """Take a relation, as the reader does for a Relation message."""
-        self.assembler.describe(
-            CompiledRelation(
-                described, [ColumnType(oid, modifier) for _, oid, modifier, _ in described.columns],
-                version, notice, self._packaging, utf8=self._utf8,
-            )
-        )  # fmt: skip
+        types = [ColumnType(one.type_oid, one.type_modifier) for one in described.columns]
+        versioned = VersionedStructure(described, types, version, notice)
+        self.assembler.describe(CompiledRelation(versioned, self._packaging, utf8=self._utf8))
 
     def feed(self, *messages: Message | bytes) -> None:
         """Feed messages one by one, each behind the header of a frame."""

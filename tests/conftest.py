@@ -3,7 +3,8 @@
 Real servers, started on first use, one of each kind per pytest worker:
 
 - `postgres_of(version)` (session): `bridge.embedded.PostgresServer` of that version
-- `nats_server` (session): `bridge.embedded.NatsServer`
+- `nats_server` (session): `SharedNats`, with the accounts that `bridge check --permissions` prints
+  for the test's prefix: `.bridge_url`, `.reader_url`, and `.url` for an administrator
 - `pg`: the PostgreSQL of this test, running even if a previous test killed it; version 18
   unless the test is decorated with `@both_versions` or `@versions_since(15)` (from
   `tests.fixtures.postgres`), or TAILRACE_POSTGRES names another
@@ -39,6 +40,8 @@ Created for each test:
 - `mirror_process(*arguments, environment=None)`: factory of `MirrorProcess`, a running
   `cdc mirror`, with `.pid .running .log_text() .wait_logged(text) .wait() -> exit code, .kill()
   .interrupt()`
+- `canary_deployment`, `canary_bridge(*flags, **options)`: servers with unique passwords, a table
+  with unique values, a bridge on them; `.planted.refuse(where, text)` fails if one is in the text
 
 Functions to import:
 
@@ -65,6 +68,7 @@ pytest_plugins = [
     "tests.fixtures.demo",
     "tests.fixtures.hypothesis_profiles",
     "tests.fixtures.mirror",
+    "tests.fixtures.canaries",
 ]
 
 

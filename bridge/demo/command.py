@@ -89,8 +89,8 @@ class Demo:
         self._seconds = seconds
         self._spark = spark
         self._port = port
-        self._shop_is_open = False
-        self._closing_time = asyncio.Event()
+        self._is_working = False
+        self._end_workload = asyncio.Event()
         self._ended_by: signal.Signals | None = None
 
     async def run(self) -> int:
@@ -108,9 +108,9 @@ class Demo:
         return 128 + self._ended_by
 
     def _on_signal(self, signum: signal.Signals, task: asyncio.Task[object]) -> None:
-        if signum == signal.SIGINT and self._shop_is_open:
-            self._shop_is_open = False
-            self._closing_time.set()
+        if signum == signal.SIGINT and self._is_working:
+            self._is_working = False
+            self._end_workload.set()
         elif self._ended_by is None:
             self._ended_by = signum
             with suppress(OSError):
@@ -167,7 +167,7 @@ class Demo:
                 nats_url=nats_server.url,
                 seconds=self._seconds,
             )
-            await self._keep_shop_open(workload, view, bridge, mirror)
+            await self._run_workload(workload, view, bridge, mirror)
             problems = await checks.check_stream(self._console, workload.committed, stream)
         unseen = await checks.wait_for_mirror(self._console, mirror, observer)
         problems += unseen or await checks.verify_mirror(
@@ -225,14 +225,14 @@ class Demo:
             step.done(command_line("bridge", *arguments))
         return bridge
 
-    async def _keep_shop_open(
+    async def _run_workload(
         self, workload: Workload, view: View, bridge: GuardedProcess, mirror: GuardedProcess
     ) -> None:
-        """Run workload and view until it is time to close, then mark the end in the log."""
+        """Run workload and view until the workload must end, then mark the end in the log."""
         if not self._console.live:
             self._console.line(f"   dashboard {view.dashboard}")
         self._console.line()
-        self._shop_is_open = True
+        self._is_working = True
         try:
             async with asyncio.TaskGroup() as group:
                 work = group.create_task(workload.run())
@@ -241,7 +241,7 @@ class Demo:
                     group.create_task(self._observe(view, bridge, mirror)),
                 ]
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing_time.wait(), self._seconds)
+                    await asyncio.wait_for(self._end_workload.wait(), self._seconds)
                 workload.stop()
                 await work
                 for task in others:
@@ -250,7 +250,7 @@ class Demo:
             # The first failure is the cause of the others.
             raise errors_of(group)[0] from None
         finally:
-            self._shop_is_open = False
+            self._is_working = False
         await workload.execute(END_MARK_STATEMENT)
         committed = workload.committed
         self._console.line(

@@ -13,13 +13,13 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from bridge.embedded import GuardedProcess, ServerError
+from consumer_sdk.transport.child_processes import child_environment
+from consumer_sdk.transport.private_files import write_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-# Settings of the user for a real database must not affect the demonstration.
-_CONFIGURING: Final = ("BRIDGE_", "PG", "POSTGRES_", "NATS_", "DATABASE_URL", "SPARK_")
 # Java must leave no files in the system's temporary directory, and must not spend more time on
 # compiling than on its little work.
 _JAVA_OPTIONS: Final = ("-XX:-UsePerfData", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
@@ -36,12 +36,11 @@ class Programs:
     def __init__(self, directory: Path, variables: dict[str, str]) -> None:
         self._directory = directory
         scratch = directory / "tmp"
-        scratch.mkdir(exist_ok=True)
-        (scratch / "spark-defaults.conf").write_text(_SPARK_SETTINGS)
+        scratch.mkdir(mode=0o700, exist_ok=True)
+        write_private(scratch / "spark-defaults.conf", _SPARK_SETTINGS)
+        # Settings of the user for a real database must not affect the demonstration.
         self._environment = {
-            **{
-                name: text for name, text in os.environ.items() if not name.startswith(_CONFIGURING)
-            },
+            **child_environment("JAVA_"),
             "PYTHONUNBUFFERED": "1",
             "NO_COLOR": "1",
             "TMPDIR": str(scratch),
@@ -63,7 +62,7 @@ class Programs:
 
     def start_module(self, module: str, *arguments: str) -> GuardedProcess:
         """Start a Python module as a program."""
-        return self._start(module, [sys.executable, "-m", module, *arguments])
+        return self._start(module, [sys.executable, "-P", "-m", module, *arguments])
 
     def _start(self, name: str, command: Sequence[str]) -> GuardedProcess:
         number = sum(1 for _ in self._directory.glob("*.log"))

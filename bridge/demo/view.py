@@ -205,7 +205,7 @@ class View:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the shop opened."""
+        """Seconds since the workload began."""
         return time.monotonic() - self.begun
 
     def sample(self) -> None:

@@ -13,6 +13,7 @@ from typing import Final
 
 from bridge.embedded.guarded_process import ServerError
 
+PLAIN_ENVIRONMENT: Final = {"LC_ALL": "C", "PATH": os.defpath, "TZ": "UTC"}
 CANDIDATES: Final = ("nobody", "daemon", "postgres")
 
 
@@ -40,6 +41,7 @@ class Account:
                 group=self.gid,
                 extra_groups=[],
                 cwd="/",
+                env=PLAIN_ENVIRONMENT,
                 capture_output=True,
                 check=False,
             )
@@ -80,13 +82,16 @@ def account_for(directory: Path | None) -> Account | None:
 
 
 def temporary_directory(account: Account | None) -> Path:
-    """A new temporary directory that the account owns and can enter."""
+    """A new temporary directory that the account can enter.
+
+    It belongs to this process, so that the account can plant nothing where this process writes.
+    """
     if account is None:
         return Path(tempfile.mkdtemp(prefix="tailrace-"))
     for parent in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp")):  # noqa: S108
         if account.can_enter(Path(parent)):
             directory = Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent))
-            account.own(directory)
+            directory.chmod(0o711)
             return directory
     raise ServerError(f"user {account.name} can enter no temporary directory; set TMPDIR")
 
@@ -111,7 +116,9 @@ def reachable_tree(tree: Path, account: Account | None, fallback: Path) -> Path:
                 ignore=shutil.ignore_patterns("include", "*.a"),
             )
     for path in (copies, *copies.rglob("*")):
-        account.own(path)
+        if not path.is_symlink():
+            mode = path.stat().st_mode
+            path.chmod(mode | (0o055 if mode & 0o100 else 0o044))
     copy = copies / tree.relative_to(package.parent)
     if not account.can_run(copy / "bin" / "postgres"):
         raise ServerError(

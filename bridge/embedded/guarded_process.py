@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from bridge.embedded import guardian
 from bridge.errors import BridgeError
+from consumer_sdk.transport.child_processes import child_environment
+from consumer_sdk.transport.private_files import open_private
 
 if TYPE_CHECKING:
     import signal
@@ -71,12 +73,17 @@ class GuardedProcess:
             "grace": 10.0,
             "remove": str(remove_if_orphaned) if remove_if_orphaned else None,
         }
-        with log_path.open("ab") as log:
+        try:
+            log_descriptor = open_private(log_path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            raise ServerError(f"{log_path} cannot be written: {error.strerror}") from error
+        with os.fdopen(log_descriptor, "ab") as log:
             self._guardian = subprocess.Popen(
                 [sys.executable, "-I", "-S", guardian.__file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env=child_environment(),
                 start_new_session=True,
             )
         assert self._guardian.stdin is not None

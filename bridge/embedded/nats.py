@@ -22,6 +22,7 @@ from bridge.embedded.guarded_process import (
     poll_until,
 )
 from bridge.embedded.server import EmbeddedServer
+from consumer_sdk.transport.private_files import write_private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,8 +101,10 @@ class NatsServer(EmbeddedServer):
 
     def _write_configuration(self) -> Path:
         path = self.directory / "nats.conf"
-        path.touch(mode=0o600)
-        path.write_text(self._configuration())
+        try:
+            write_private(path, self._configuration())
+        except OSError as error:
+            raise ServerError(f"{path} cannot be written: {error.strerror}") from error
         return path
 
     def _configuration(self) -> str:

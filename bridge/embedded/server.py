@@ -93,11 +93,12 @@ class EmbeddedServer(ABC):
             if process.running:
                 process.kill()
                 raise process.failure(f"did not become ready in {timeout:g} s")
-            if all(port_is_free(port) for port in self._ports()):
-                raise process.failure("ended instead of becoming ready")
+            # Another program may have had the port for a moment: free now does not mean free then.
+            if self._port_is_known and all(port_is_free(port) for port in self._ports()):
+                break
             self._change_ports()
             self.launch()
-        raise self._launched().failure(f"found its port taken {PORT_ATTEMPTS} times")
+        raise self._launched().failure("ended instead of becoming ready")
 
     def stop(self, timeout: float = 30) -> None:
         """Shut down in order; raise if it takes longer."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from bridge.events.encoders import encoder_for
 from consumer_sdk.wire.checksums import object_reference
+from consumer_sdk.wire.compression import LARGEST_PLAIN_BYTES
 
 if TYPE_CHECKING:
     from bridge.events.encoders import Encoder
@@ -181,7 +182,7 @@ class Packaging:
     def fitted(self, token: str, payload: bytes) -> tuple[bytes, bytes] | None:
         """Payload and headers to send; None if the payload exceeds the limit."""
         headers = self.headers
-        if self.compress is not None:
+        if self.compress is not None and len(payload) <= LARGEST_PLAIN_BYTES:
             payload, headers = self.compress(token, payload)
         return (payload, headers) if len(payload) <= self.limit else None
 

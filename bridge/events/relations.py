@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from bridge.events.encoders import STATIC_FIELDS
 from bridge.events.row_code import (
@@ -35,6 +35,16 @@ REPLICA_IDENTITIES = {"d": "default", "n": "nothing", "f": "full", "i": "index"}
 Fingerprint: TypeAlias = tuple[Any, ...]
 
 
+class StructureColumn(NamedTuple):
+    """A column as the log or the catalog describes it."""
+
+    name: str
+    type_oid: int
+    type_modifier: int
+    is_key: bool
+    """Whether it belongs to the replica identity."""
+
+
 @dataclass(frozen=True, slots=True)
 class Structure:
     """A relation as the log or the catalog describes it; each structure is a schema version."""
@@ -43,8 +53,7 @@ class Structure:
     schema: str
     table: str
     replica_identity: str
-    columns: tuple[tuple[str, int, int, bool], ...]
-    """Name, type OID, type modifier, part of the identity."""
+    columns: tuple[StructureColumn, ...]
 
     @property
     def token(self) -> str:
@@ -53,6 +62,16 @@ class Structure:
     @property
     def fingerprint(self) -> Fingerprint:
         return (REPLICA_IDENTITIES[self.replica_identity], self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionedStructure:
+    """A structure with its schema version, and the notice due before the relation's next row."""
+
+    structure: Structure
+    types: Sequence[ColumnType]
+    version: int
+    notice: SchemaNotice | None = None
 
 
 class MessageParts:
@@ -125,23 +144,24 @@ class CompiledRelation:
 
     def __init__(
         self,
-        structure: Structure,
-        types: Sequence[ColumnType],
-        version: int,
-        notice: SchemaNotice | None,
+        versioned: VersionedStructure,
         packaging: Packaging,
         *,
         utf8: bool = True,
     ) -> None:
         json_messages = packaging.source.as_json
-        columns = [(name, kind) for (name, *_), kind in zip(structure.columns, types, strict=True)]
+        structure = versioned.structure
+        columns = [
+            (column.name, kind)
+            for column, kind in zip(structure.columns, versioned.types, strict=True)
+        ]
         self.relation_id = structure.relation_id
         self.schema = structure.schema
         self.name = structure.table
         self.token = structure.token
-        self.version = version
-        self.notice = notice
-        self.identity = frozenset(name for name, _, _, is_key in structure.columns if is_key)
+        self.version = versioned.version
+        self.notice = versioned.notice
+        self.identity = frozenset(column.name for column in structure.columns if column.is_key)
         self.names_bytes = sum(len(name.encode()) + 2 for name, _ in columns)
         self.read_row = compile_row_reader(columns, json_messages=json_messages)
         only = self.identity

@@ -24,29 +24,29 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import nats.errors
 
 from bridge.errors import Retryable
-from bridge.jetstream.frames import encode_numbered
+from bridge.jetstream.frames import PublishFrame, encode_numbered
 from consumer_sdk.transport.holds import hold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
     from bridge.events.messages import OutgoingMessage
     from bridge.jetstream.fence import Fence
-    from bridge.jetstream.frames import Frame, FrameWriter
+    from bridge.jetstream.frames import FrameWriter
 
     NextBatch: TypeAlias = Callable[[], Sequence[OutgoingMessage] | None]
     Mode: TypeAlias = Literal["fast-ingest", "plain"]
 
 FIRST_ERROR_CODE = 10000
 """JetStream's own error codes begin here; lower codes are states of connections and leaders."""
-WRONG_LAST_SEQUENCE = 10071
 WRONG_LAST_MSG_ID = 10070
 NO_SUCH_BATCH = (10208, 10205)
 """The batch is unknown; the stream does not allow batches any more."""
 END_TIMEOUT_SECONDS = 5.0
+UNREADABLE = "unreadable acknowledgement"
 _BEYOND_ANY_BATCH = 1 << 30
 NO_ROOM = (10002, 10023, 10028, 10047, 10077, 10121, 10122)
 """Limits of the account, of the server's memory and storage, and of the stream."""
@@ -56,13 +56,9 @@ NO_ROOM = (10002, 10023, 10028, 10047, 10077, 10121, 10122)
 class Refusal:
     """Why the rest of a batch is refused, or not known to be stored."""
 
-    code: int
     text: str
-
-    @property
-    def fenced(self) -> bool:
-        """Whether another bridge has taken over."""
-        return self.code == WRONG_LAST_SEQUENCE
+    code: int | None = None
+    """JetStream's error code or the status of the reply; None if the server gave neither."""
 
     @property
     def interleaved(self) -> bool:
@@ -77,11 +73,19 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """The first `stored` messages of a batch are in the stream; `last_seq` is 0 if unknown."""
+    """The first `stored` messages of a batch are in the stream.
+
+    `last_seq` is the sequence of the last of them.
+    """
 
     stored: int
-    last_seq: int
+    last_seq: int | None
     refusal: Refusal | None = None
+
+    @classmethod
+    def unknown(cls, refusal: Refusal) -> BatchResult:
+        """The result of a batch of which it is not known how many messages are stored."""
+        return cls(0, None, refusal)
 
 
 class BatchWriter(Protocol):
@@ -135,17 +139,21 @@ async def end_batch(client: Client, subject: str, batch_id: bytes) -> bool:
 
 def _refusal(data: bytes, headers: dict[str, str] | None) -> Refusal | None:
     if headers and headers.get("Status"):
-        return Refusal(int(headers["Status"]), "no JetStream leader accepts the message")
+        return Refusal("no JetStream leader accepts the message", int(headers["Status"]))
     try:
         answer = json.loads(data)
     except ValueError:
-        return Refusal(0, "unreadable acknowledgement")
+        return Refusal(UNREADABLE)
     if not isinstance(answer, dict):
-        return Refusal(0, "unreadable acknowledgement")
+        return Refusal(UNREADABLE)
     problem = answer.get("error")
-    if problem:
-        return Refusal(problem.get("err_code", 0), str(problem.get("description", "")))
-    return None
+    return _refusal_of(problem, "") if problem else None
+
+
+def _refusal_of(problem: Mapping[str, Any] | None, text: str) -> Refusal:
+    """The refusal that an error of JetStream states; `text` if the error has no description."""
+    problem = problem or {}
+    return Refusal(str(problem.get("description", text)), problem.get("err_code") or None)
 
 
 class _Replies:
@@ -252,7 +260,7 @@ class FastIngestWriter:
                         continue
                     status = message.headers.get("Status") if message.headers else None
                     if status:
-                        return BatchResult(0, 0, Refusal(int(status), "no JetStream leader"))
+                        return BatchResult.unknown(Refusal("no JetStream leader", int(status)))
                     answer = json.loads(message.data)
                     if not isinstance(answer, dict):
                         raise ValueError(answer)
@@ -260,30 +268,21 @@ class FastIngestWriter:
                     if kind == "ack":
                         continue
                     if kind in ("err", "gap"):
-                        problem = answer.get("error") or {}
-                        refusal = refusal or Refusal(
-                            problem.get("err_code", 0), str(problem.get("description", kind))
-                        )
+                        refusal = refusal or _refusal_of(answer.get("error"), kind)
                         continue
                     if "batch" in answer:
                         stored = answer.get("count", 0)
                         if stored == count and refusal is None:
                             self._write_next()
                             return BatchResult(count, answer["seq"])
-                        return BatchResult(0, 0, refusal or Refusal(0, "the batch ended early"))
-                    problem = answer.get("error") or {}
-                    return BatchResult(
-                        0,
-                        0,
-                        refusal
-                        or Refusal(problem.get("err_code", 0), problem.get("description", "")),
-                    )
+                        return BatchResult.unknown(refusal or Refusal("the batch ended early"))
+                    return BatchResult.unknown(refusal or _refusal_of(answer.get("error"), ""))
         except TimeoutError:
-            return BatchResult(0, 0, refusal or Refusal(0, "no acknowledgement in time"))
+            return BatchResult.unknown(refusal or Refusal("no acknowledgement in time"))
         except Retryable as error:
-            return BatchResult(0, 0, Refusal(0, str(error)))
+            return BatchResult.unknown(Refusal(str(error)))
         except ValueError:
-            return BatchResult(0, 0, Refusal(0, "unreadable acknowledgement"))
+            return BatchResult.unknown(Refusal(UNREADABLE))
 
     def _encode(self, items: Sequence[OutgoingMessage], fence: Fence) -> _Encoded:
         """Encode a batch for the wire: operation 0 begins it, 1 adds, 2 adds and ends."""
@@ -303,9 +302,9 @@ class FastIngestWriter:
         return _Encoded(items, fence.sequence, head, data)
 
     @staticmethod
-    def _frames(items: Sequence[OutgoingMessage], head: bytes, guard: bytes) -> list[Frame]:
+    def _frames(items: Sequence[OutgoingMessage], head: bytes, guard: bytes) -> list[PublishFrame]:
         """The frames of a batch, for writing through the public API of nats-py."""
-        frames: list[Frame] = []
+        frames: list[PublishFrame] = []
         count = len(items)
         for place, item in enumerate(items, start=1):
             operation = 2 if place == count else 0 if place == 1 else 1
@@ -313,7 +312,7 @@ class FastIngestWriter:
             if place == 1:
                 lines += guard
             reply = b"%b%d.%d.$FI" % (head, place, operation)
-            frames.append((item.subject, reply, lines, item.payload))
+            frames.append(PublishFrame(item.subject, reply, lines, item.payload))
         return frames
 
     def _write_next(self) -> None:
@@ -366,16 +365,17 @@ class PlainWriter:
         self._replies.discard()
         head = b"%b.%x." % (self._replies.inbox, self._number)
         prefix = head.decode()
-        frames: list[Frame] = []
+        frames: list[PublishFrame] = []
         if self._before:
             guard += b"Nats-Expected-Last-Msg-Id: %b\r\n" % self._before
         for place, item in enumerate(items):
             lines = b"Nats-Msg-Id: %b\r\n%b%b" % (item.msg_id, item.headers, guard)
-            frames.append((item.subject, b"%b%d" % (head, place), lines, item.payload))
+            reply = b"%b%d" % (head, place)
+            frames.append(PublishFrame(item.subject, reply, lines, item.payload))
             guard = b"Nats-Expected-Last-Msg-Id: %b\r\n" % item.msg_id
         refusals: dict[int, Refusal] = {}
         answered = 0
-        last_seq = 0
+        last_seq: int | None = None
         try:
             async with asyncio.timeout(self._timeout):
                 await self._writer.write(frames)
@@ -389,19 +389,19 @@ class PlainWriter:
                     if refusal is not None:
                         refusals[int(message.subject[len(prefix) :])] = refusal
                     else:
-                        last_seq = max(last_seq, json.loads(message.data).get("seq", 0))
+                        last_seq = max(last_seq or 0, json.loads(message.data).get("seq", 0))
         except TimeoutError:
-            return BatchResult(0, 0, Refusal(0, "no acknowledgement in time"))
+            return BatchResult.unknown(Refusal("no acknowledgement in time"))
         except Retryable as error:
-            return BatchResult(0, 0, Refusal(0, str(error)))
+            return BatchResult.unknown(Refusal(str(error)))
         if not refusals:
             return BatchResult(len(items), last_seq)
         first = min(refusals)
         if refusals[first].interleaved and len(refusals) == len(items) - first:
             return BatchResult(first, last_seq, refusals[first])
         if refusals[first].interleaved:
-            return BatchResult(0, 0, Refusal(0, "acknowledgements do not form a prefix"))
-        return BatchResult(0, 0, refusals[first])
+            return BatchResult.unknown(Refusal("acknowledgements do not form a prefix"))
+        return BatchResult.unknown(refusals[first])
 
     def interrupt(self) -> None:
         self._replies.interrupt()

@@ -13,9 +13,12 @@ from bridge.jetstream.buckets import ensure_bucket, ensure_objects
 from bridge.jetstream.connection import server_version
 from bridge.jetstream.record import load_progress
 from bridge.jetstream.streams import (
+    NO_LIMIT,
+    SizeLimits,
     cdc_config,
     ensure_stream,
     init_config,
+    read_size_limits,
     stream_state,
 )
 from consumer_sdk.transport.api import ApiError
@@ -71,11 +74,10 @@ async def open_broker(client: Client, settings: Settings) -> Broker:
             f"nats-server {'.'.join(map(str, version))} is too old; upgrade it to 2.11 or newer"
         )
     await _refuse_lost_stream(client, settings)
-    await ensure_stream(
-        client, subjects.cdc_stream, subjects.cdc_all, cdc_config(settings, version)
-    )
-    await ensure_stream(client, subjects.init_stream, subjects.init_all, init_config(settings))
-    return Broker(
+    limits = await _size_limits(client, settings)
+    config = cdc_config(settings, version)
+    await ensure_stream(client, subjects.cdc_stream, subjects.cdc_all, config, limits.cdc)
+    broker = Broker(
         client=client,
         subjects=subjects,
         schemas=await ensure_bucket(js, subjects.schemas_bucket, history=10, replicas=replicas),
@@ -83,6 +85,18 @@ async def open_broker(client: Client, settings: Settings) -> Broker:
         dictionaries=await ensure_bucket(js, subjects.dicts_bucket, history=1, replicas=replicas),
         objects=await ensure_objects(js, subjects.objects_bucket, settings),
     )
+    # Last, because it takes what it can of the room that is left.
+    config = init_config(settings)
+    await ensure_stream(client, subjects.init_stream, subjects.init_all, config, limits.init)
+    return broker
+
+
+async def _size_limits(client: Client, settings: Settings) -> SizeLimits:
+    try:
+        return await read_size_limits(client, settings)
+    except ApiError:
+        # Creating the streams will report the error.
+        return SizeLimits(NO_LIMIT, NO_LIMIT)
 
 
 async def _refuse_lost_stream(client: Client, settings: Settings) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import ssl
 from typing import TYPE_CHECKING, Any
 
 import nats.errors
 
 from bridge.errors import BrokerError, Retryable, SettingsError
-from consumer_sdk.transport.connection import NatsConnection, is_refused, one_line
-from consumer_sdk.transport.options import BadOption, ConnectionOptions, TlsNotOffered
+from consumer_sdk.transport.connection import (
+    NatsConnection,
+    explain_refusal,
+    is_refused,
+    one_line,
+)
+from consumer_sdk.transport.options import BadOption, ConnectionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +51,11 @@ def connection_options(settings: Settings) -> ConnectionOptions:
             ca=settings.nats_ca,
             cert=settings.nats_cert,
             key=settings.nats_key,
+            inbox_prefix=settings.nats_inbox_prefix,
+            password_file=settings.nats_password_file,
+            # A worker receives the settings as JSON, which has no tuples.
+            password_command=tuple(settings.nats_password_command),
+            tls_first=settings.nats_tls_first,
         )
     except BadOption as error:
         raise _settings_error(settings, error) from error
@@ -72,6 +81,8 @@ def _settings_error(settings: Settings, error: BadOption) -> SettingsError:
     """A SettingsError that names the flag, variable or file key of the option."""
     if error.option == "tls":
         return SettingsError(error.problem)
+    if error.option == "password_file" and settings.nats_password_command:
+        return SettingsError(f"{settings.where('nats_password_command')}: {error.problem}")
     if error.option == "servers":
         if _address_setting(settings) == "nats_host":
             return SettingsError(
@@ -100,19 +111,11 @@ async def probe(settings: Settings) -> None:
     once = {"allow_reconnect": False, "max_reconnect_attempts": 1, "error_cb": note}
     try:
         client = await open_connection(**options_of(settings) | once)
-    except TlsNotOffered as error:
-        raise BrokerError(str(error)) from error
     except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
+        login = connection_options(settings)
         for reason in (error, *seen):
             if is_refused(reason):
-                raise BrokerError(
-                    f"NATS at {where} refuses the credentials; "
-                    "check NATS_BRIDGE_USER and NATS_BRIDGE_PASSWORD, NATS_CREDS or NATS_NKEY"
-                ) from error
-            if isinstance(reason, ssl.SSLError):
-                raise BrokerError(
-                    f"TLS with NATS at {where} fails: {reason}; check NATS_CA"
-                ) from error
+                raise BrokerError(explain_refusal(reason, login)) from error
         raise Retryable(f"cannot connect to NATS at {where}: {_causes(error, seen)}") from error
     await client.close()
 

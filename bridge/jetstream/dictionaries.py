@@ -7,7 +7,7 @@ dictionary supplies it. It helps for single events and small chunks, not for ful
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import nats.errors
 import nats.js.errors
@@ -37,6 +37,13 @@ def dictionary_id(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+class ZstdDictionary(NamedTuple):
+    """A dictionary, and the id by which readers find it."""
+
+    id: str
+    content: bytes
+
+
 class DictionaryStore:
     """The dictionaries of all tables, in the bucket `zstd_dicts`.
 
@@ -46,10 +53,10 @@ class DictionaryStore:
 
     def __init__(self, bucket: KeyValue) -> None:
         self._bucket = bucket
-        self._known: dict[str, tuple[str, bytes]] = {}
+        self._known: dict[str, ZstdDictionary] = {}
 
-    async def current(self, token: str, form: str) -> tuple[str, bytes] | None:
-        """Id and content of the table's newest dictionary, if it has one."""
+    async def current(self, token: str, form: str) -> ZstdDictionary | None:
+        """The table's newest dictionary, if it has one."""
         key = f"table.{token}.{form}"
         if key not in self._known:
             try:
@@ -60,14 +67,14 @@ class DictionaryStore:
                 return None
             if not content or dictionary_id(content) != name:
                 return None
-            self._known[key] = (name, content)
+            self._known[key] = ZstdDictionary(name, content)
         return self._known[key]
 
-    async def add(self, token: str, form: str, content: bytes) -> str:
+    async def add(self, token: str, form: str, content: bytes) -> ZstdDictionary:
         """Store a table's dictionary; it can be used once this returns."""
-        name = dictionary_id(content)
-        await self._bucket.put(name, content)
+        dictionary = ZstdDictionary(dictionary_id(content), content)
+        await self._bucket.put(dictionary.id, content)
         key = f"table.{token}.{form}"
-        await self._bucket.put(key, name.encode())
-        self._known[key] = (name, content)
-        return name
+        await self._bucket.put(key, dictionary.id.encode())
+        self._known[key] = dictionary
+        return dictionary

@@ -15,7 +15,7 @@ from bridge.errors import Retryable
 from bridge.jetstream.batches import end_batch
 from bridge.jetstream.streams import stored_message
 from consumer_sdk.transport.api import ApiError, parse_headers
-from consumer_sdk.wire.envelope import decode_payload, encode
+from consumer_sdk.wire.envelope import JSON, MSGPACK, decode_payload, encode
 from consumer_sdk.wire.errors import WireError
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 PUBLISH_TIMEOUT_SECONDS = 5.0
 TAKE_ATTEMPTS = 10
-WRONG_LAST_SEQUENCE = (10071, 10164)
+# Names and numbers as in nats-server's errors.json; the text of the second names no sequence.
+WRONG_LAST_SEQUENCE = 10071
+WRONG_LAST_SEQUENCE_CONSTANT = 10164
 
 
 class Fenced(Exception):
@@ -33,7 +35,7 @@ class Fenced(Exception):
 class PublishRefused(Exception):
     """The stream refused the message."""
 
-    def __init__(self, code: int, text: str) -> None:
+    def __init__(self, code: int | None, text: str) -> None:
         super().__init__(text)
         self.code = code
 
@@ -89,7 +91,7 @@ class Fence:
                 # that name it while ours is being replicated.
                 await self._publish(newest.sequence)
             except PublishRefused as error:
-                if error.code not in WRONG_LAST_SEQUENCE:
+                if error.code not in (WRONG_LAST_SEQUENCE, WRONG_LAST_SEQUENCE_CONSTANT):
                     raise
                 continue
             await self._end_batches(newest.sequence, newest.before)
@@ -102,7 +104,7 @@ class Fence:
         try:
             await self._publish(held)
         except PublishRefused as error:
-            if error.code != WRONG_LAST_SEQUENCE[0]:
+            if error.code != WRONG_LAST_SEQUENCE:
                 raise
             newest = await self._newest()
             if newest.sequence and newest.instance != self._instance:
@@ -152,7 +154,6 @@ class Fence:
             "before": self.sequence or before,
             "ts": now,
         }
-        kind = "application/json" if self._as_json else "application/msgpack"
         msg_id = f"fence-{self._source}-{self._instance}-{self._count}"
         try:
             reply = await self._client.request(
@@ -161,7 +162,7 @@ class Fence:
                 timeout=PUBLISH_TIMEOUT_SECONDS,
                 headers={
                     "Nats-Msg-Id": msg_id,
-                    "Content-Type": kind,
+                    "Content-Type": JSON if self._as_json else MSGPACK,
                     "Nats-Expected-Last-Subject-Sequence": str(before),
                 },
             )
@@ -172,7 +173,9 @@ class Fence:
         except ValueError as error:
             raise Retryable("fence not written: unreadable acknowledgement") from error
         if "error" in answer:
-            raise PublishRefused(answer["error"].get("err_code", 0), answer["error"]["description"])
+            raise PublishRefused(
+                answer["error"].get("err_code") or None, answer["error"]["description"]
+            )
         self.sequence = answer["seq"]
         self.msg_id = msg_id.encode()
         self.batch_id = _batch_id(self.sequence)

@@ -8,9 +8,10 @@ used.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.errors import Retryable
+from consumer_sdk.transport.calls import API, ApiCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
 SELF_TEST_SECONDS = 2.0
 
 
-Frame = tuple[bytes, bytes, bytes, bytes]
-"""Subject, reply subject, complete header lines without the status line, payload."""
+class PublishFrame(NamedTuple):
+    """A message as it is written to the server."""
+
+    subject: bytes
+    reply: bytes
+    headers: bytes
+    """Complete header lines, without the status line."""
+    payload: bytes
 
 
-def encode_frames(frames: Sequence[Frame]) -> bytes:
+def encode_frames(frames: Sequence[PublishFrame]) -> bytes:
     """Encode frames as HPUB; the status line and the closing line take 12 bytes."""
     return b"".join(
         [
@@ -66,14 +73,16 @@ class FrameWriter:
         self.direct = direct
 
     @classmethod
-    async def create(cls, client: Client) -> FrameWriter:
-        """Write directly if a round trip over the transport succeeds."""
+    async def create(cls, client: Client, stream: str) -> FrameWriter:
+        """Write directly if JetStream answers a request for `stream` sent over the transport."""
         writer = cls(client, direct=True)
-        if not await writer._works():
+        if not await writer._works(stream):
             writer.direct = False
         return writer
 
-    async def _works(self) -> bool:
+    async def _works(self, stream: str) -> bool:
+        # A request that the bridge's permissions include; publishing to an inbox is not one.
+        request = f"{API}.{ApiCall.STREAM_INFO.of(stream)}".encode()
         inbox = self._client.new_inbox()
         arrived: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
 
@@ -84,15 +93,17 @@ class FrameWriter:
         subscription = await self._client.subscribe(inbox, cb=take)
         try:
             await self._client.flush()
-            await self.write([(inbox.encode(), b"self.test", b"Try: 1\r\n", b"payload")])
+            frame = PublishFrame(request, inbox.encode(), b"Tailrace-Try: 1\r\n", b"")
+            await self.write([frame])
             message = await asyncio.wait_for(arrived, SELF_TEST_SECONDS)
         except (AttributeError, TypeError, TimeoutError, Retryable):
             return False
         finally:
             await subscription.unsubscribe()
-        return message.data == b"payload" and message.headers == {"Try": "1"}
+        # A server that did not get the request reports that there are no responders.
+        return message.data.startswith(b"{")
 
-    async def write(self, frames: Sequence[Frame]) -> None:
+    async def write(self, frames: Sequence[PublishFrame]) -> None:
         """Write all frames to the connection, in order; Retryable if it is down."""
         if not self._client.is_connected:
             raise Retryable("NATS is not connected")
@@ -100,12 +111,12 @@ class FrameWriter:
             if self.direct:
                 await self._write(encode_frames(frames))
             else:
-                for subject, reply, headers, payload in frames:
+                for frame in frames:
                     await self._client.publish(
-                        subject.decode(),
-                        payload,
-                        reply=reply.decode(),
-                        headers=_as_map(headers),
+                        frame.subject.decode(),
+                        frame.payload,
+                        reply=frame.reply.decode(),
+                        headers=_as_map(frame.headers),
                     )
         except (OSError, RuntimeError) as error:
             raise Retryable(f"writing to NATS failed: {error}") from error

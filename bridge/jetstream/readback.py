@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,8 @@ from bridge.errors import DataAtRiskError, Retryable
 from bridge.jetstream.record import StreamRecord, is_recorded
 from bridge.jetstream.streams import api, stored_message
 from consumer_sdk.transport.api import ApiError, parse_headers
+from consumer_sdk.transport.calls import API, DEFAULT_INBOX_PREFIX, ApiCall, consumer_name
+from consumer_sdk.wire.compression import LoadedDictionaries
 from consumer_sdk.wire.envelope import decode_payload
 from consumer_sdk.wire.errors import DictionaryMissing, WireError
 from consumer_sdk.wire.position import message_id, parse_message_id
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from nats.js.kv import KeyValue
 
     from bridge.events.messages import OutgoingMessage
-    from bridge.jetstream.record import Document
     from consumer_sdk.transport.api import Frame
+    from consumer_sdk.wire.envelope import Document
     from consumer_sdk.wire.subjects import Subjects
 
 PULL_MESSAGES = 256
@@ -62,7 +63,7 @@ class RecordReader:
         self._source = source
         self._is_foreign = is_foreign
         self._bucket = dictionaries
-        self._dictionaries: dict[str, bytes] = {}
+        self._dictionaries = LoadedDictionaries()
 
     async def read(self, fence_seq: int, kept: Document | None) -> StreamRecord:
         """Read the record up to our fence; after it, only this bridge writes for the source.
@@ -117,6 +118,14 @@ class RecordReader:
         if message is None:
             return None
         return (parse_headers(message.headers) or {}).get("Nats-Msg-Id", "")
+
+    async def tail_id(self, record: StreamRecord) -> str | None:
+        """Id of the message at the sequence where the stream ended by the progress record.
+
+        None if there is no progress record, or if the stream no longer holds that message.
+        """
+        ended_at = (record.progress or {}).get("stream_seq")
+        return await self.message_id_at(ended_at) if isinstance(ended_at, int) else None
 
     async def holds(self, item: OutgoingMessage) -> bool:
         """Whether the newest message on the item's subject is the item or one after it."""
@@ -224,7 +233,7 @@ class RecordReader:
                 raise missing from None
             except (nats.errors.Error, APIError, TimeoutError, OSError) as error:
                 raise Retryable(f"dictionary {name} cannot be read: {error}") from error
-            self._dictionaries[name] = entry.value or b""
+            self._dictionaries.add(name, entry.value or b"")
             return decode_payload(headers, data, self._dictionaries)
 
     @asynccontextmanager
@@ -232,7 +241,7 @@ class RecordReader:
         self, config: Mapping[str, Any], *, bounded: bool
     ) -> AsyncIterator[AsyncGenerator[tuple[Msg, int], None]]:
         stream = self._subjects.cdc_stream
-        name = f"tailrace-record-{secrets.token_hex(6)}"
+        name = consumer_name(DEFAULT_INBOX_PREFIX)
         body = {
             "stream_name": stream,
             "action": "create",
@@ -246,7 +255,7 @@ class RecordReader:
             },
         }
         try:
-            created = await api(self._client, f"CONSUMER.CREATE.{stream}.{name}", body)
+            created = await api(self._client, ApiCall.CONSUMER_CREATE.of(stream, name), body)
         except ApiError as error:
             raise Retryable(f"the record cannot be read: {error}") from error
         inbox = self._client.new_inbox()
@@ -262,7 +271,7 @@ class RecordReader:
         finally:
             await subscription.unsubscribe()
             try:
-                await api(self._client, f"CONSUMER.DELETE.{stream}.{name}")
+                await api(self._client, ApiCall.CONSUMER_DELETE.of(stream, name))
             except (ApiError, Retryable):
                 pass
 
@@ -278,7 +287,7 @@ class RecordReader:
         while pending:
             request = {"batch": min(pending, PULL_MESSAGES), "expires": int(5e9)}
             await self._client.publish(
-                f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}",
+                f"{API}.{ApiCall.CONSUMER_NEXT.of(stream, name)}",
                 json.dumps(request).encode(),
                 reply=inbox,
             )

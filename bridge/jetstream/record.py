@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from nats.js.errors import KeyNotFoundError
 
 from bridge.events.messages import MessageKind
-from consumer_sdk.wire.envelope import JSON, decode_payload, final_seq
+from consumer_sdk.wire.envelope import JSON, Document, decode_payload, final_seq
 from consumer_sdk.wire.errors import MISFITS, WireError
 
 if TYPE_CHECKING:
     from nats.js.kv import KeyValue
 
     from bridge.events.messages import OutgoingMessage
-
-Document = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -115,16 +113,23 @@ def is_recorded(item: OutgoingMessage, record: StreamRecord) -> bool:
 
 async def load_progress(bucket: KeyValue, source: str) -> Document | None:
     """The source's progress record in the KV bucket, if there is one."""
-    return (await read_progress(bucket, source))[1]
+    return (await read_progress(bucket, source)).document
 
 
-async def read_progress(bucket: KeyValue, source: str) -> tuple[int, Document | None]:
-    """Revision and progress record of the key; None if it holds no progress record."""
+class KeptProgress(NamedTuple):
+    """The key of a source in the KV bucket: its revision and its progress record, if it has one."""
+
+    revision: int
+    document: Document | None
+
+
+async def read_progress(bucket: KeyValue, source: str) -> KeptProgress:
+    """Read the source's key; the revision is 0 if the key never existed."""
     try:
         entry = await bucket.get(f"progress.{source}")
     except KeyNotFoundError as error:
         # A deleted key still has a revision, which the next update must name.
-        return (error.entry.revision or 0) if error.entry is not None else 0, None
+        return KeptProgress((error.entry.revision or 0) if error.entry is not None else 0, None)
     value, revision = entry.value or b"", entry.revision or 0
     try:
         document = decode_payload({"Content-Type": JSON} if value[:1] == b"{" else None, value)
@@ -132,5 +137,5 @@ async def read_progress(bucket: KeyValue, source: str) -> tuple[int, Document | 
             raise WireError("not a progress record")
         StreamRecord().note_progress(document)
     except (WireError, *MISFITS):
-        return revision, None
-    return revision, document
+        return KeptProgress(revision, None)
+    return KeptProgress(revision, document)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from psycopg import sql
 
 from bridge.errors import Retryable
 from bridge.events.values import ColumnType
@@ -33,7 +32,7 @@ _ATTRIBUTES = """
 SELECT a.attname, a.attnotnull,
        CASE WHEN a.attgenerated = '' THEN pg_catalog.left(
            pg_catalog.pg_get_expr(d.adbin, 0),
-           least(1000, 60000 / greatest(1, count(d.oid) OVER ()))::int) END,
+           least(1000, 60000 / greatest(1, pg_catalog.count(d.oid) OVER ()))::int) END,
        a.atttypid::int8, a.atttypmod, a.attgenerated <> '',
        a.atthasmissing OR a.attgenerated <> '',
        a.attnum, c.relfilenode::int8
@@ -48,7 +47,7 @@ ORDER BY a.attnum
 _PRIMARY_KEY = """
 SELECT a.attname, i.indimmediate AND i.indisvalid, i.indimmediate
 FROM pg_catalog.pg_index i
-CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
+CROSS JOIN LATERAL pg_catalog.unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
 JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
 WHERE i.indrelid = %s::oid AND i.indisprimary AND k.place <= i.indnkeyatts
 ORDER BY k.place
@@ -56,10 +55,22 @@ ORDER BY k.place
 
 _IDENTITY_INDEX = _PRIMARY_KEY.replace("i.indisprimary", "i.indisreplident")
 
+# The name of a type in schema public stands without it, as that of a table does, unless it would
+# read as a type of PostgreSQL.
 _FORMAT_TYPES = """
-SELECT pg_catalog.format_type(t.type_oid, t.type_modifier)
-FROM unnest(%s::oid[], %s::int4[]) WITH ORDINALITY AS t(type_oid, type_modifier, place)
-ORDER BY place
+SELECT CASE WHEN n.nspname = 'public' AND NOT EXISTS (
+           SELECT FROM pg_catalog.pg_type s
+           WHERE s.typname = coalesce(e.typname, y.typname)
+             AND s.typnamespace = 'pg_catalog'::pg_catalog.regnamespace)
+       THEN pg_catalog.substr(f.name, 8) ELSE f.name END
+FROM ROWS FROM (pg_catalog.unnest(%s::oid[]), pg_catalog.unnest(%s::int4[]))
+    WITH ORDINALITY AS t(type_oid, type_modifier, place)
+CROSS JOIN LATERAL pg_catalog.format_type(t.type_oid, t.type_modifier) AS f(name)
+LEFT JOIN pg_catalog.pg_type y ON y.oid = t.type_oid
+LEFT JOIN pg_catalog.pg_type e ON e.oid = y.typelem AND y.typcategory = 'A'
+LEFT JOIN pg_catalog.pg_namespace n ON n.oid = coalesce(e.typnamespace, y.typnamespace)
+    AND pg_catalog.starts_with(f.name, 'public.')
+ORDER BY t.place
 """
 
 _RELATION = """
@@ -210,16 +221,6 @@ class Catalog:
             return None
         relation_id, replica_identity = found[0]
         return await self.table_by_id(relation_id, replica_identity)
-
-
-def quoted(*names: str) -> str:
-    """Names as SQL identifiers, joined by dots."""
-    return sql.Identifier(*names).as_string(None)
-
-
-def literal(text: str) -> str:
-    """A text as an SQL literal."""
-    return sql.Literal(text).as_string(None).strip()
 
 
 def _names(index: Sequence[tuple[Any, ...]]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -17,8 +17,10 @@ from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from bridge.errors import Retryable, SettingsError
-from bridge.postgres.errors import ReplicationRefused, connection_lost, explain
+from bridge.postgres.errors import ReplicationRefused, connection_lost, explain, server_message
+from bridge.postgres.login import Conninfo, log_in
 from bridge.wal.framing import build_status_update
+from consumer_sdk.transport.passwords import PasswordSource
 from consumer_sdk.wire.position import parse_lsn
 
 if TYPE_CHECKING:
@@ -34,7 +36,12 @@ SESSION_SETTINGS: Mapping[str, str] = {
     "extra_float_digits": "1",
     "bytea_output": "hex",
     "row_security": "off",
+    # Only objects of pg_catalog have short names: nothing that a user created in another schema is
+    # called in place of them. regclass, regtype and similar types print qualified names.
+    "search_path": "",
 }
+# A connection pooler may ignore the options of a connection.
+PIN_SEARCH_PATH = b"SELECT pg_catalog.set_config('search_path', '', false)"
 WAL_SENDER_TIMEOUT_MS = 8000
 CONNECT_TIMEOUT_SECONDS = 10
 
@@ -42,7 +49,7 @@ CatalogConnection = psycopg.AsyncConnection[tuple[Any, ...]]
 """An ordinary connection, for catalog queries."""
 
 
-def conninfo_of(settings: Settings) -> str:
+def conninfo_of(settings: Settings) -> Conninfo:
     """The libpq connection string for these settings, session settings included."""
     parts = {
         "host": "pg_host",
@@ -69,6 +76,15 @@ def conninfo_of(settings: Settings) -> str:
     else:
         parameters = {}
     parameters |= {key: getattr(settings, name) for key, name in parts.items()}
+    source = PasswordSource(
+        file=settings.pg_password_file, command=tuple(settings.pg_password_command)
+    )
+    if source.changes and parameters.get("password"):
+        name = "pg_password_file" if source.file else "pg_password_command"
+        raise SettingsError(
+            f"{settings.where('database_url')} holds a password, and {settings.where(name)} is "
+            "given as well; keep one"
+        )
     for key in ("sslmode", "sslrootcert", "sslcert", "sslkey"):
         value = getattr(settings, f"pg_{key}")
         if value:
@@ -78,7 +94,7 @@ def conninfo_of(settings: Settings) -> str:
     given.setdefault("application_name", f"tailrace {settings.slot}".strip())
     given["client_encoding"] = "UTF8"
     given["options"] = _options(SESSION_SETTINGS, str(given.get("options", "")))
-    return make_conninfo("", **{key: str(value) for key, value in given.items()})
+    return Conninfo(make_conninfo("", **{key: str(value) for key, value in given.items()}), source)
 
 
 def _require_ports(ports: str, where: str) -> None:
@@ -112,10 +128,23 @@ def conninfo_parts(conninfo: str) -> dict[str, Any]:
 
 
 async def connect(conninfo: str, **parameters: Any) -> CatalogConnection:
-    """Open an ordinary connection in autocommit mode; raises the driver's errors."""
-    return await psycopg.AsyncConnection.connect(
-        conninfo, autocommit=True, prepare_threshold=None, **parameters
+    """Open a connection in autocommit mode and pin its search path; raises the driver's errors."""
+    options = parameters.pop("options", None) or pinned_options(conninfo)
+    connection = await log_in(
+        conninfo, autocommit=True, prepare_threshold=None, options=options, **parameters
     )
+    try:
+        await connection.execute(PIN_SEARCH_PATH)
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
+def pinned_options(conninfo: str, **settings: str) -> str:
+    """The options of a connection string, with these settings and an empty search path."""
+    parameters = conninfo_to_dict(conninfo)
+    return _options({**settings, "search_path": ""}, str(parameters.get("options", "")))
 
 
 async def connect_catalog(conninfo: str) -> CatalogConnection:
@@ -134,8 +163,8 @@ class Server:
     timeline: int
     database: str
     flushed_lsn: int
-    forks: tuple[tuple[int, int], ...] = ()
-    """(timeline, LSN at which the next timeline began), oldest first."""
+    forks: Mapping[int, int] = field(default_factory=dict)
+    """By earlier timeline, the LSN at which the next timeline began."""
 
 
 class ReplicationConnection:
@@ -156,15 +185,10 @@ class ReplicationConnection:
 
     @classmethod
     async def connect(cls, conninfo: str) -> ReplicationConnection:
-        parameters = conninfo_to_dict(conninfo)
-        # With an empty search path, regclass, regtype and similar types print qualified names,
-        # as in snapshots.
-        settings = {"wal_sender_timeout": str(WAL_SENDER_TIMEOUT_MS), "search_path": ""}
-        options = _options(settings, str(parameters.get("options", "")))
-        target = make_conninfo(conninfo, replication="database", options=options)
+        options = pinned_options(conninfo, wal_sender_timeout=str(WAL_SENDER_TIMEOUT_MS))
         try:
             # psycopg handles timeouts and lists of hosts while connecting.
-            connection = await psycopg.AsyncConnection.connect(target, autocommit=True)
+            connection = await connect(conninfo, replication="database", options=options)
         except psycopg.Error as error:
             raise explain(error, "cannot open a replication connection") from error
         return cls(connection)
@@ -192,7 +216,7 @@ class ReplicationConnection:
         try:
             system_id, timeline, position, database = (await self.command("IDENTIFY_SYSTEM"))[0]
             number = int(timeline or 0)
-            forks: tuple[tuple[int, int], ...] = ()
+            forks: Mapping[int, int] = {}
             if number > 1:
                 history = (await self.command(f"TIMELINE_HISTORY {number}"))[0][1]
                 forks = _parse_history(history or "")
@@ -235,10 +259,17 @@ class ReplicationConnection:
         return result
 
     def _failure(self, result: pq.abc.PGresult, doing: str) -> Exception:
-        raw = result.error_field(pq.DiagnosticField.SQLSTATE)
-        state = raw.decode() if raw else ""
-        message = " ".join(result.error_message.decode(errors="replace").split())
-        return ReplicationRefused(doing, state, message)
+        def field(name: pq.DiagnosticField) -> str:
+            return (result.error_field(name) or b"").decode(errors="replace")
+
+        state = field(pq.DiagnosticField.SQLSTATE)
+        if not state:
+            text = " ".join(result.error_message.decode(errors="replace").split())
+            return ReplicationRefused(doing, state, text)
+        lines = map(field, (pq.DiagnosticField.MESSAGE_PRIMARY,
+                            pq.DiagnosticField.MESSAGE_DETAIL,
+                            pq.DiagnosticField.MESSAGE_HINT))  # fmt: skip
+        return ReplicationRefused(doing, state, server_message(state, *lines))
 
     async def _ready(self, *, writable: bool = False) -> None:
         """Wait until the socket can be read, or also written."""
@@ -379,11 +410,11 @@ class ReplicationConnection:
             await self._connection.close()
 
 
-def _parse_history(text: str) -> tuple[tuple[int, int], ...]:
-    """Lines of a timeline history file: timeline, LSN at which it was left, reason."""
-    forks = []
+def _parse_history(text: str) -> dict[int, int]:
+    """Read a timeline history file; its lines are timeline, LSN at which it was left, reason."""
+    forks = {}
     for line in text.splitlines():
         parts = line.split()
         if len(parts) >= 2 and parts[0].isdecimal():
-            forks.append((int(parts[0]), parse_lsn(parts[1])))
-    return tuple(forks)
+            forks[int(parts[0])] = parse_lsn(parts[1])
+    return forks

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 
 from bridge.errors import ProtocolError
-from bridge.postgres.errors import StatementFailed, primary_message
+from bridge.postgres.errors import StatementFailed, primary_message, server_message
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -182,8 +182,8 @@ def _cancel(
 
 
 def error_text(body: bytes) -> str:
-    """The primary message of an ErrorResponse; its detail could contain values of rows."""
-    for field in body.split(b"\0"):
-        if field[:1] == b"M":
-            return field[1:].decode(errors="replace")
-    return "PostgreSQL reported an error without a message"
+    """The primary message of an ErrorResponse, without values of rows."""
+    fields = {field[:1]: field[1:].decode(errors="replace") for field in body.split(b"\0")}
+    if b"M" not in fields:
+        return "PostgreSQL reported an error without a message"
+    return server_message(fields.get(b"C", ""), fields[b"M"])

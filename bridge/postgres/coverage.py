@@ -53,10 +53,12 @@ LEFT JOIN pg_catalog.pg_publication_namespace s ON s.pnpubid = p.oid AND s.pnnsp
 # Digests save space in KV, which holds them for every table. A column number is never reused.
 _COLUMNS = """
 SELECT c.oid::int8,
-       pg_catalog.hashtextextended(string_agg(
-           concat_ws(' ', a.atttypid, a.atttypmod, a.attname), ',' ORDER BY a.attnum), 0),
-       pg_catalog.hashtextextended(string_agg(a.attnum::text, ',' ORDER BY a.attnum), 0),
-       pg_catalog.hashtextextended(string_agg(a.xmin::text, ',' ORDER BY a.attnum), 0),
+       pg_catalog.hashtextextended(pg_catalog.string_agg(
+           pg_catalog.concat_ws(' ', a.atttypid, a.atttypmod, a.attname), ',' ORDER BY a.attnum),
+           0),
+       pg_catalog.hashtextextended(pg_catalog.string_agg(a.attnum::text, ',' ORDER BY a.attnum),
+           0),
+       pg_catalog.hashtextextended(pg_catalog.string_agg(a.xmin::text, ',' ORDER BY a.attnum), 0),
        c.relfilenode::int8
 FROM pg_catalog.pg_class c
 JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
@@ -67,7 +69,7 @@ GROUP BY c.oid, c.relfilenode
 _LEAVES = """
 SELECT r.oid::int8, c.oid::int8, c.relkind = 'r', c.relfilenode::int8, c.xmin::text::int8,
        i.xmin::text::int8
-FROM unnest(%s::oid[]) AS r(oid)
+FROM pg_catalog.unnest(%s::oid[]) AS r(oid)
 CROSS JOIN LATERAL pg_catalog.pg_partition_tree(r.oid) AS t
 JOIN pg_catalog.pg_class c ON c.oid = t.relid
 JOIN pg_catalog.pg_inherits i ON i.inhrelid = c.oid
@@ -76,7 +78,7 @@ WHERE c.relkind IN ('r', 'p') AND c.oid <> r.oid
 
 _ANCESTORS = """
 SELECT l.oid::int8, i.inhrelid::int8, i.xmin::text::int8
-FROM unnest(%s::oid[]) AS l(oid)
+FROM pg_catalog.unnest(%s::oid[]) AS l(oid)
 CROSS JOIN LATERAL pg_catalog.pg_partition_ancestors(l.oid) AS a
 JOIN pg_catalog.pg_inherits i ON i.inhrelid = a.relid
 """
@@ -93,7 +95,7 @@ _ATTACHED_ROWS = """
 SELECT EXISTS (
     SELECT 1 FROM ONLY {leaf} AS l
     WHERE pg_catalog.age(l.xmin) >= (
-        SELECT min(pg_catalog.age(i.xmin)) FROM pg_catalog.pg_inherits i
+        SELECT pg_catalog.min(pg_catalog.age(i.xmin)) FROM pg_catalog.pg_inherits i
         WHERE i.inhrelid IN (SELECT relid FROM pg_catalog.pg_partition_ancestors(%s))
     )
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 
 from bridge.errors import BridgeError, Retryable, SourceError
+from consumer_sdk.wire.server_messages import without_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +30,7 @@ TLS_REFUSED: Final = "tls"
 
 _REMEDIES = {
     INVALID_AUTHORIZATION: "check user, database and pg_hba.conf",
-    INVALID_PASSWORD: "check POSTGRES_BRIDGE_PASSWORD or DATABASE_URL",
+    INVALID_PASSWORD: "check POSTGRES_BRIDGE_PASSWORD, its file or command, or DATABASE_URL",
     UNDEFINED_DATABASE: "create the database or correct PG_DB / DATABASE_URL",
     INSUFFICIENT_PRIVILEGE: "grant the role what it lacks; "
     "`bridge check --fix-sql` prints the statements",
@@ -40,7 +41,8 @@ _REMEDIES = {
 # libpq has no SQLSTATE for a refused connection, only PQerrorMessage. A message in another language
 # is not recognised here, and the connection is tried again.
 _REFUSED_CONNECTIONS = (
-    (("password authentication failed",), INVALID_PASSWORD),
+    # Also `PAM authentication failed`, with which RDS refuses a token.
+    (("authentication failed",), INVALID_PASSWORD),
     (("no password supplied",), INVALID_PASSWORD),
     (("no pg_hba.conf entry",), INVALID_AUTHORIZATION),
     (("is not permitted to log in",), INVALID_AUTHORIZATION),
@@ -51,7 +53,19 @@ _REFUSED_CONNECTIONS = (
     (("server does not support SSL",), TLS_REFUSED),
     (("invalid sslmode value",), TLS_REFUSED),
     (("certificate",), TLS_REFUSED),
+    (("SSL error", "alert"), TLS_REFUSED),
+    (("channel binding",), TLS_REFUSED),
 )
+
+
+def server_message(sqlstate: str, *lines: str | None) -> str:
+    """Message, detail and hint of a server in one line, without values of rows."""
+    try:
+        kind = psycopg.errors.lookup(sqlstate).__name__
+    except KeyError:
+        kind = "error"
+    message, *more = lines
+    return without_values(kind, sqlstate, message, *more, text=message or "")
 
 
 class ReplicationRefused(Exception):
@@ -64,7 +78,15 @@ class ReplicationRefused(Exception):
 
 
 def one_line(error: Exception) -> str:
-    """The text of an error without line breaks."""
+    """The text of an error without line breaks and without values of rows.
+
+    Afterwards a traceback shows no more than that either.
+    """
+    # Errors that did not come from a server have no such message; their text is ours.
+    if isinstance(error, psycopg.Error) and error.sqlstate and error.diag.message_primary:
+        diag = error.diag
+        lines = (diag.message_primary, diag.message_detail, diag.message_hint)
+        error.args = (server_message(error.sqlstate, *lines),)
     return " ".join(str(error).split())
 
 
@@ -74,7 +96,7 @@ def sqlstate_of(error: DriverError) -> str:
         return error.sqlstate
     if error.pgconn is not None and error.pgconn.needs_password:
         return INVALID_PASSWORD
-    text = one_line(error)
+    text = " ".join(str(error).split())
     states = [state for words, state in _REFUSED_CONNECTIONS if all(word in text for word in words)]
     return states[-1] if states else ""
 
@@ -102,9 +124,10 @@ class LockTimeout(StatementFailed):
 
 
 def primary_message(error: psycopg.Error) -> str:
-    """PostgreSQL's message without the detail lines, which can contain values of rows."""
-    text = error.diag.message_primary or str(error).partition("\n")[0]
-    return text or type(error).__name__
+    """PostgreSQL's message without its details and without values of rows."""
+    if error.sqlstate and error.diag.message_primary:
+        error.args = (server_message(error.sqlstate, error.diag.message_primary),)
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 @contextmanager

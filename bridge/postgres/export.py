@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from psycopg import AsyncConnection
 
-    Report = Callable[[list[str]], Awaitable[None]]
+    ReportWaiting = Callable[[list[str]], Awaitable[None]]
 
 # Names of sessions, never their statements, which contain values of rows.
 BLOCKERS: Final = """
@@ -101,7 +101,7 @@ async def exported_snapshot(
     catalog: AsyncConnection[Any],
     *,
     wait_limit: float,
-    report: Report,
+    report: ReportWaiting,
 ) -> AsyncIterator[ExportedSnapshot]:
     """Create a consistent point; leaving the context drops the slot and ends the export.
 
@@ -140,7 +140,7 @@ async def _wait(
     connection: AsyncConnection[Any],
     catalog: AsyncConnection[Any],
     wait_limit: float,
-    report: Report,
+    report: ReportWaiting,
 ) -> None:
     pids = [connection.info.backend_pid]
     async with reported_wait(catalog, pids, wait_limit, report, "running transactions to end"):
@@ -152,7 +152,7 @@ async def reported_wait(
     catalog: AsyncConnection[Any],
     backend_pids: Sequence[int],
     wait_limit: float,
-    report: Report,
+    report: ReportWaiting,
     what: str,
 ) -> AsyncIterator[None]:
     """Report the sessions that the backends wait for; StatementFailed after the limit.

@@ -24,50 +24,50 @@ GENERATED_VERSION = 180000
 
 _PUBLICATION = """
 SELECT p.puballtables, p.pubviaroot,
-       array_remove(ARRAY[CASE WHEN NOT pubinsert THEN 'insert' END,
+       pg_catalog.array_remove(ARRAY[CASE WHEN NOT pubinsert THEN 'insert' END,
                           CASE WHEN NOT pubupdate THEN 'update' END,
                           CASE WHEN NOT pubdelete THEN 'delete' END,
                           CASE WHEN NOT pubtruncate THEN 'truncate' END], NULL),
-       ARRAY(SELECT quote_ident(n.nspname) || '.' || quote_ident(c.relname)
-               FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+       ARRAY(SELECT ARRAY[n.nspname::text, c.relname::text]
+               FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
               WHERE p.puballtables AND c.relpersistence = 'u' AND c.relkind = 'r'
                 AND n.nspname NOT IN ('pg_catalog', 'information_schema')
               ORDER BY 1)
-  FROM pg_publication p WHERE p.pubname = %s
+  FROM pg_catalog.pg_publication p WHERE p.pubname = %s
 """
 
 _TABLES = """
 SELECT c.oid::int8, n.nspname, c.relname, c.relkind = 'p',
-       has_schema_privilege(n.oid, 'USAGE'),
-       has_table_privilege(c.oid, 'SELECT') OR coalesce((
-           SELECT bool_and(has_column_privilege(c.oid, a.attnum, 'SELECT'))
-             FROM pg_attribute a
+       pg_catalog.has_schema_privilege(n.oid, 'USAGE'),
+       pg_catalog.has_table_privilege(c.oid, 'SELECT') OR coalesce((
+           SELECT pg_catalog.bool_and(pg_catalog.has_column_privilege(c.oid, a.attnum, 'SELECT'))
+             FROM pg_catalog.pg_attribute a
             WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
               AND a.attname::text = ANY ({published})), false),
-       row_security_active(c.oid),
+       pg_catalog.row_security_active(c.oid),
        {filter},
        ARRAY(SELECT DISTINCT a.attname::text
-               FROM regexp_matches({filter_tree}, ':varattno ([0-9]+)', 'g') AS m
-               JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = m[1]::int
+               FROM pg_catalog.regexp_matches({filter_tree}, ':varattno ([0-9]+)', 'g') AS m
+               JOIN pg_catalog.pg_attribute a ON a.attrelid = c.oid AND a.attnum = m[1]::int
               ORDER BY 1),
        {listed},
-       ARRAY(SELECT a.attname::text FROM pg_attribute a
+       ARRAY(SELECT a.attname::text FROM pg_catalog.pg_attribute a
               WHERE a.attrelid = c.oid AND a.attgenerated = 's' AND NOT a.attisdropped
                 AND NOT a.attname::text = ANY ({published})
               ORDER BY a.attnum)
-  FROM pg_publication p
-  JOIN pg_publication_tables t ON t.pubname = p.pubname
-  JOIN pg_namespace n ON n.nspname = t.schemaname
-  JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
-  LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid AND r.prrelid = c.oid
+  FROM pg_catalog.pg_publication p
+  JOIN pg_catalog.pg_publication_tables t ON t.pubname = p.pubname
+  JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
+  JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+  LEFT JOIN pg_catalog.pg_publication_rel r ON r.prpubid = p.oid AND r.prrelid = c.oid
  WHERE p.pubname = %s
  ORDER BY n.nspname, c.relname
 """
 
 # Version 14 has neither row filters nor column lists, and publishes no generated column.
 _PARTS_14 = {
-    "published": "ARRAY(SELECT x.attname::text FROM pg_attribute x WHERE x.attrelid = c.oid"
-    " AND x.attnum > 0 AND NOT x.attisdropped AND x.attgenerated = '')",
+    "published": "ARRAY(SELECT x.attname::text FROM pg_catalog.pg_attribute x"
+    " WHERE x.attrelid = c.oid AND x.attnum > 0 AND NOT x.attisdropped AND x.attgenerated = '')",
     "filter": "NULL::text",
     "filter_tree": "''",
     "listed": "NULL::text[]",
@@ -84,22 +84,23 @@ _PARTS_15 = {
 _IDENTITIES = """
 SELECT o.relid::int8, n.nspname, l.relname, l.relreplident,
        CASE l.relreplident
-       WHEN 'f' THEN ARRAY(SELECT a.attname::text FROM pg_attribute a
+       WHEN 'f' THEN ARRAY(SELECT a.attname::text FROM pg_catalog.pg_attribute a
                             WHERE a.attrelid = l.oid AND a.attnum > 0 AND NOT a.attisdropped)
        WHEN 'n' THEN ARRAY[]::text[]
        ELSE ARRAY(SELECT a.attname::text
-                    FROM pg_index i
-                    JOIN pg_attribute a ON a.attrelid = i.indrelid
+                    FROM pg_catalog.pg_index i
+                    JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid
                      AND a.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
                    WHERE i.indrelid = l.oid AND i.indisvalid AND i.indimmediate
                      AND CASE l.relreplident WHEN 'd' THEN i.indisprimary
                          ELSE i.indisreplident END)
        END
-  FROM unnest(%s::oid[]) AS o(relid)
-  JOIN pg_class c ON c.oid = o.relid
-  JOIN pg_class l ON l.oid = c.oid AND c.relkind <> 'p'
-    OR l.oid IN (SELECT relid FROM pg_partition_tree(c.oid) WHERE isleaf AND c.relkind = 'p')
-  JOIN pg_namespace n ON n.oid = l.relnamespace
+  FROM pg_catalog.unnest(%s::oid[]) AS o(relid)
+  JOIN pg_catalog.pg_class c ON c.oid = o.relid
+  JOIN pg_catalog.pg_class l ON l.oid = c.oid AND c.relkind <> 'p'
+    OR l.oid IN (SELECT relid FROM pg_catalog.pg_partition_tree(c.oid)
+                  WHERE isleaf AND c.relkind = 'p')
+  JOIN pg_catalog.pg_namespace n ON n.oid = l.relnamespace
  ORDER BY n.nspname, l.relname
 """
 
@@ -122,13 +123,14 @@ WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s
 # Sessions that hold an ACCESS EXCLUSIVE lock, or wait for one ahead of us.
 _LOCKERS = """
 SELECT DISTINCT n.nspname, c.relname, l.pid,
-       concat_ws(', ', nullif(a.usename, ''), nullif(a.application_name, ''), a.state)
-  FROM pg_locks l
-  JOIN pg_class c ON c.oid = l.relation AND c.relkind IN ('r', 'p')
-  JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname NOT LIKE 'pg\\_%'
-  LEFT JOIN pg_stat_activity a ON a.pid = l.pid
+       pg_catalog.concat_ws(', ', nullif(a.usename, ''), nullif(a.application_name, ''), a.state)
+  FROM pg_catalog.pg_locks l
+  JOIN pg_catalog.pg_class c ON c.oid = l.relation AND c.relkind IN ('r', 'p')
+  JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace AND n.nspname NOT LIKE 'pg\\_%'
+  LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid
  WHERE l.locktype = 'relation' AND l.mode = 'AccessExclusiveLock'
-   AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+   AND l.database = (SELECT oid FROM pg_catalog.pg_database
+                      WHERE datname = pg_catalog.current_database())
  ORDER BY 1, 2, 3
  LIMIT 5
 """
@@ -199,7 +201,7 @@ class TablesLocked(Retryable):
         ]
         super().__init__(f"table {'; '.join(said)}" if said else "a published table is locked")
         pids = dict.fromkeys(pid for _, _, pid, _ in lockers if pid)
-        self.statements = [f"SELECT pg_terminate_backend({pid});" for pid in pids]
+        self.statements = [f"SELECT pg_catalog.pg_terminate_backend({pid});" for pid in pids]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +248,7 @@ class Publication:
     all_tables: bool
     via_root: bool
     left_out: tuple[str, ...]
-    unlogged: tuple[str, ...]
+    unlogged: tuple[tuple[str, str], ...]
     tables: tuple[PublishedTable, ...]
 
 
@@ -282,5 +284,10 @@ async def _read_publication(
     for oid, schema, name, kind, identity in await cursor.fetchall():
         by_oid[oid].identities.append(Identity(schema, name, kind, tuple(identity)))
     return Publication(
-        publication, all_tables, via_root, tuple(left_out), tuple(unlogged), tuple(tables)
+        publication,
+        all_tables,
+        via_root,
+        tuple(left_out),
+        tuple((schema, table) for schema, table in unlogged),
+        tuple(tables),
     )

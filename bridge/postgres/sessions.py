@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psycopg
-from psycopg.conninfo import make_conninfo
 
-from bridge.postgres.connection import SESSION_SETTINGS
+from bridge.postgres.connection import PIN_SEARCH_PATH, SESSION_SETTINGS, connect, pinned_options
 from bridge.postgres.errors import StatementFailed, statement_errors
+from bridge.postgres.login import log_in_blocking
 from consumer_sdk.transport.cancellation import stay_cancelled
 
 if TYPE_CHECKING:
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     Answer = TypeVar("Answer")
 
 # The settings of every connection, and those for long reads. With row security off, a table that
-# policies would silently filter is an error. With an empty search path, names are qualified.
+# policies would silently filter is an error.
 SESSION: Final = {
     **SESSION_SETTINGS,
     "client_encoding": "UTF8",
-    "search_path": "",
     "statement_timeout": "0",
     "lock_timeout": "0",
     "idle_in_transaction_session_timeout": "0",
@@ -35,9 +34,9 @@ SESSION: Final = {
 }
 
 SESSION_SQL: Final = """
-SELECT set_config(s.name, w.value, false)
-FROM unnest(%s::text[], %s::text[]) AS w(name, value)
-JOIN pg_catalog.pg_settings s ON lower(s.name) = lower(w.name)
+SELECT pg_catalog.set_config(s.name, w.value, false)
+FROM ROWS FROM (pg_catalog.unnest(%s::text[]), pg_catalog.unnest(%s::text[])) AS w(name, value)
+JOIN pg_catalog.pg_settings s ON pg_catalog.lower(s.name) = pg_catalog.lower(w.name)
 """
 
 
@@ -45,9 +44,7 @@ async def connect_session(
     conninfo: str, application: str, **parameters: Any
 ) -> AsyncConnection[Any]:
     """Open a session in which each statement is its own transaction."""
-    return await psycopg.AsyncConnection.connect(
-        make_conninfo(conninfo, application_name=application, **parameters), autocommit=True
-    )
+    return await connect(conninfo, application_name=application, **parameters)
 
 
 async def set_session(connection: AsyncConnection[Any]) -> None:
@@ -132,11 +129,15 @@ class CopySession:
     def open(cls, conninfo: str, snapshot_name: str) -> CopySession:
         """Connect and import the snapshot that another session exports."""
         with statement_errors():
-            connection = psycopg.connect(
-                make_conninfo(conninfo, application_name="tailrace snapshot"), autocommit=True
+            connection = log_in_blocking(
+                conninfo,
+                autocommit=True,
+                application_name="tailrace snapshot",
+                options=pinned_options(conninfo),
             )
         try:
             with statement_errors():
+                connection.execute(PIN_SEARCH_PATH)
                 connection.execute(SESSION_SQL, _session_parameters())
                 connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
                 name = snapshot_name.replace("'", "''")

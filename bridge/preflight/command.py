@@ -18,7 +18,11 @@ from bridge.postgres.errors import DriverError
 from bridge.preflight.continuity import SlotPosition, check_continuity, read_slot_position
 from bridge.preflight.findings import Finding, exit_code, format_json, format_text, problem
 from bridge.preflight.nats import check_nats
-from bridge.preflight.permissions import check_permissions
+from bridge.preflight.permissions import (
+    check_permissions,
+    nsc_commands,
+    server_configuration,
+)
 from bridge.preflight.postgres import (
     LOCKED,
     check_postgres,
@@ -28,6 +32,7 @@ from bridge.preflight.postgres import (
     unreadable,
 )
 from bridge.preflight.setup_sql import setup_sql
+from bridge.preflight.transport import check_transport
 from consumer_sdk.transport.api import ApiError
 
 if TYPE_CHECKING:
@@ -58,13 +63,21 @@ async def run_check(
     return exit_code(findings)
 
 
+def print_permissions(settings: Settings, *, form: str) -> None:
+    """Print the NATS accounts of bridge and readers: for the server's file, or for nsc."""
+    make = nsc_commands if form == "nsc" else server_configuration
+    with suppress(BrokenPipeError):
+        print(make(settings.subjects, settings.nats_inbox_prefix), flush=True)
+
+
 async def check(settings: Settings) -> list[Finding]:
     """All findings about PostgreSQL and NATS; an unreachable server is a finding too."""
     try:
         found, source = await _check_source(settings)
     except DriverError as error:
         found, source = [unreadable(error)], _Source()
-    return found + await _check_broker(settings, source)
+    found += await _check_broker(settings, source)
+    return found + check_transport(settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +130,7 @@ async def _check_connected(
     subjects: Subjects,
     source: _Source,
 ) -> list[Finding]:
-    found = await check_permissions(options, subjects)
+    found = await check_permissions(options, subjects, settings.nats_inbox_prefix)
     if any(finding.blocks for finding in found):
         return found
     client = await open_connection(**{**options, "allow_reconnect": False})
@@ -127,7 +140,7 @@ async def _check_connected(
             subjects=subjects,
             source=settings.slot,
             tables=source.tables,
-            monitor_url=settings.nats_monitor,
+            settings=settings,
         )
         has_jetstream = not any(finding.code == "jetstream" for finding in found)
         if source.position is not None and has_jetstream:

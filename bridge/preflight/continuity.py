@@ -75,7 +75,7 @@ async def check_continuity(
         records = await _reader(client, subjects, slot)
         record = await _record(client, records, subjects, slot)
         stream = await stream_state(client, subjects.cdc_stream)
-        tail_id = await _tail_id(records, record) if stream is not None else None
+        tail_id = await records.tail_id(record) if stream is not None else None
     except DataAtRiskError as error:
         what, _, fix = str(error).partition("; ")
         return [problem("nats", "continuity", what, _WHY, fix, blocks=True)]
@@ -155,10 +155,10 @@ def _gap(
 
 async def _reader(client: Client, subjects: Subjects, slot: str) -> RecordReader:
     schemas = await _bucket(client, subjects.schemas_bucket)
-    stored = {}
+    foreign: set[str] = set()
     if schemas is not None:
-        stored = await SchemaStore(schemas, source=slot, as_json=False).load()
-    foreign = {token for token, document in stored.items() if document.get("source") != slot}
+        store = SchemaStore(schemas, source=slot, as_json=False)
+        foreign = store.foreign_tables(await store.load())
     dictionaries = await _bucket(client, subjects.dicts_bucket)
     return RecordReader(client, subjects, slot, foreign.__contains__, dictionaries)
 
@@ -181,11 +181,6 @@ async def _bucket(client: Client, name: str) -> KeyValue | None:
         return await client.jetstream().key_value(name)
     except NotFoundError:
         return None
-
-
-async def _tail_id(records: RecordReader, record: StreamRecord) -> str | None:
-    ended_at = (record.progress or {}).get("stream_seq")
-    return await records.message_id_at(ended_at) if isinstance(ended_at, int) else None
 
 
 async def _identify(conninfo: str) -> Server:

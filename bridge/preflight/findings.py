@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from bridge.errors import BrokerError, SourceError
 from consumer_sdk.transport.logfmt import mask_secrets
+from consumer_sdk.wire.escaping import printable, printable_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -80,13 +81,16 @@ def format_text(findings: Sequence[Finding], *, colour: bool = False, width: int
         if colour:
             mark = f"{_COLOURS[finding.severity]}{mark}{_PLAIN}"
         side = "PostgreSQL" if finding.side == "postgres" else "NATS"
-        lines.append(f"{mark} {side}: {mask_secrets(finding.what)}  [{finding.code}]")
+        lines.append(f"{mark} {side}: {_shown(finding.what)}  [{finding.code}]")
         if finding.why:
             lines += textwrap.wrap(
-                finding.why, width, initial_indent="         why: ", subsequent_indent=" " * 14
+                _shown(finding.why),
+                width,
+                initial_indent="         why: ",
+                subsequent_indent=" " * 14,
             )
-        for number, line in enumerate(finding.fix.splitlines()):
-            lines.append(f"         {'fix:' if number == 0 else '    '} {line}")
+        for number, line in enumerate(finding.fix.split("\n") if finding.fix else ()):
+            lines.append(f"         {'fix:' if number == 0 else '    '} {_shown(line)}")
         if finding.severity != "ok":
             lines.append("")
     counts = {key: sum(one.severity == key for one in findings) for key in _ORDER}
@@ -98,6 +102,10 @@ def format_text(findings: Sequence[Finding], *, colour: bool = False, width: int
     return "\n".join(lines)
 
 
+def _shown(text: str) -> str:
+    return printable(mask_secrets(text))
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -107,7 +115,11 @@ def format_json(findings: Sequence[Finding]) -> str:
     document = {
         "ok": exit_code(findings) == EXIT_OK,
         "findings": [
-            {**asdict(finding), "what": mask_secrets(finding.what)} for finding in findings
+            {
+                name: mask_secrets(value) if isinstance(value, str) else value
+                for name, value in asdict(finding).items()
+            }
+            for finding in findings
         ],
     }
-    return json.dumps(document, indent=2, ensure_ascii=False)
+    return printable_json(json.dumps(document, indent=2, ensure_ascii=False))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bridge.config import Settings
 from bridge.jetstream.broker import OLDEST_VERSION
-from bridge.jetstream.streams import api, stored_message
+from bridge.jetstream.streams import api, read_monitor, read_size_limits, stored_message
 from bridge.preflight.findings import Finding, ok, problem, warning
 from bridge.preflight.permissions import stream_names
 from bridge.preflight.streams import (
@@ -14,12 +15,13 @@ from bridge.preflight.streams import (
     check_durability,
     check_replicas,
     check_stream,
-    read_monitor,
     update_command,
 )
 from bridge.schemas.store import read_document
 from bridge.telemetry.wal_monitor import format_bytes
 from consumer_sdk.transport.api import STREAM_NOT_FOUND, ApiError
+from consumer_sdk.transport.calls import ApiCall
+from consumer_sdk.wire.escaping import shell_word
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
 
+    from bridge.jetstream.streams import SizeLimit
     from consumer_sdk.wire.subjects import Subjects
 
 FAST_VERSION = (2, 14, 0)
@@ -40,28 +43,30 @@ async def check_nats(
     subjects: Subjects,
     source: str = "",
     tables: Iterable[tuple[str, str]] = (),
-    monitor_url: str = "",
+    settings: Settings | None = None,
 ) -> list[Finding]:
     """All findings about server, account, streams and buckets; nothing is changed or created.
 
     `tables` are (schema, name) pairs that `source` will publish.
     """
+    settings = settings or Settings()
     version = client.connected_server_version
     found = list(_version((version.major, version.minor, version.patch)))
     found += _payload(client.max_payload)
     try:
-        account = await api(client, "INFO")
+        account = await api(client, ApiCall.ACCOUNT_INFO.of())
     except ApiError as error:
         return [*found, _no_jetstream(error)]
     infos = {name: await _stream_info(client, name) for name in stream_names(subjects)}
     found += _account(account, sum(info is None for info in infos.values()))
-    for name, subject in (
-        (subjects.cdc_stream, subjects.cdc_all),
-        (subjects.init_stream, subjects.init_all),
+    limits = await read_size_limits(client, settings)
+    for name, subject, limit in (
+        (subjects.cdc_stream, subjects.cdc_all, limits.cdc),
+        (subjects.init_stream, subjects.init_all, limits.init),
     ):
         info = infos[name]
         if info is None:
-            found += await _missing(client, name, subject)
+            found += await _missing(client, name, subject, limit)
         else:
             found += check_stream(info, subject, is_cdc=name == subjects.cdc_stream)
             found += check_replicas(info)
@@ -80,7 +85,7 @@ async def check_nats(
     if infos[f"KV_{subjects.schemas_bucket}"] is not None:
         found += await _foreign_tables(client, subjects, source, tables)
     replicas = cdc["config"]["num_replicas"] if cdc is not None else 1
-    found += await _durability(replicas, monitor_url)
+    found += await _durability(replicas, settings.nats_monitor)
     return found
 
 
@@ -90,7 +95,7 @@ def _config(info: dict[str, Any] | None) -> dict[str, Any] | None:
 
 async def _stream_info(client: Client, name: str) -> dict[str, Any] | None:
     try:
-        return await api(client, f"STREAM.INFO.{name}")
+        return await api(client, ApiCall.STREAM_INFO.of(name))
     except ApiError as error:
         if error.err_code == STREAM_NOT_FOUND:
             return None
@@ -174,21 +179,40 @@ def _account(account: dict[str, Any], to_create: int) -> Iterator[Finding]:
         )
 
 
-async def _missing(client: Client, name: str, subject: str) -> list[Finding]:
-    answer = await api(client, "STREAM.NAMES", {"subject": subject})
+async def _missing(client: Client, name: str, subject: str, limit: SizeLimit) -> list[Finding]:
+    answer = await api(client, ApiCall.STREAM_NAMES.of(), {"subject": subject})
     holders = answer.get("streams") or []
     if not holders:
-        return [ok("nats", "stream", f"stream {name} does not exist and will be created at start")]
+        return _to_be_created(name, limit)
     return [
         problem(
             "nats",
             "stream-overlap",
             f"stream {', '.join(holders)} already holds subjects within {subject}",
             f"stream {name} cannot be created beside it",
-            f"nats req '$JS.API.STREAM.DELETE.{holders[0]}' ''\n"
+            f"nats req {shell_word(f'$JS.API.STREAM.DELETE.{holders[0]}')} ''\n"
             "# only if it is not needed; else give the bridge another --prefix",
             blocks=True,
         )
+    ]
+
+
+def _to_be_created(name: str, limit: SizeLimit) -> list[Finding]:
+    created = f"stream {name} does not exist and will be created at start"
+    if limit.max_bytes > 0:
+        size = f"at most {format_bytes(limit.max_bytes)} ({limit.origin})"
+        return [ok("nats", "stream", f"{created}, with {size}")]
+    return [
+        ok("nats", "stream", created),
+        warning(
+            "nats",
+            "stream-no-limit",
+            f"stream {name} will be created without a size limit",
+            "the account has no storage limit and no other is set, so it can fill the disk; after "
+            "a full disk nats-server accepts nothing for its streams until it is restarted",
+            "in this account in nats-server.conf: jetstream { max_file: 50GB }\n"
+            "# or set BRIDGE_NATS_MONITOR=http://host:8222, or a size for the stream",
+        ),
     ]
 
 
@@ -219,7 +243,7 @@ async def _foreign_tables(
                     "table-owned",
                     f"table {name} is already published by source {owner}",
                     "a table belongs to one source per stream; the bridge would exit",
-                    f"bridge drop --slot {owner} --yes\n"
+                    f"bridge drop --slot {shell_word(owner)} --yes\n"
                     "# if that source is retired; else take the table out of one publication, or "
                     "give this bridge another --prefix",
                     blocks=True,

@@ -9,6 +9,7 @@ from bridge.postgres.connection import connect, conninfo_parts
 from bridge.postgres.errors import (
     INVALID_AUTHORIZATION,
     INVALID_PASSWORD,
+    TLS_REFUSED,
     UNDEFINED_DATABASE,
     DriverError,
     one_line,
@@ -33,6 +34,7 @@ _FIXES = {
     INVALID_AUTHORIZATION: "let the role log in: it must exist and have LOGIN, and pg_hba.conf "
     "needs a line for this host, database and role",
     UNDEFINED_DATABASE: "set PG_DB, or DATABASE_URL, to a database that exists",
+    TLS_REFUSED: "set PGSSLMODE, PGSSLROOTCERT, PGSSLCERT and PGSSLKEY, or DATABASE_URL",
 }
 
 

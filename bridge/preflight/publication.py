@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridge.postgres.catalog import quoted
 from bridge.preflight.findings import Finding, ok, problem, warning
+from consumer_sdk.wire.escaping import sql_identifier as quoted
+from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -74,13 +75,13 @@ def _operations(publication: Publication) -> Iterator[Finding]:
 
 
 def _unlogged(publication: Publication) -> Iterator[Finding]:
-    for name in publication.unlogged:
+    for table in publication.unlogged:
         yield warning(
             "postgres",
             "unlogged-table",
-            f"table {name} is unlogged",
+            f"table {format_table_name(*table)} is unlogged",
             "PostgreSQL writes no WAL for it, so its changes are never published",
-            f"ALTER TABLE {name} SET LOGGED;",
+            f"ALTER TABLE {quoted(*table)} SET LOGGED;",
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bridge.postgres.catalog import quoted
 from bridge.preflight.findings import Finding, ok, problem, warning
-from bridge.telemetry.wal_monitor import format_duration
+from bridge.telemetry.wal_monitor import OpenTransaction, format_duration
+from consumer_sdk.wire.escaping import sql_identifier
 
 if TYPE_CHECKING:
     from bridge.postgres.connection import CatalogConnection
@@ -16,42 +16,42 @@ OLDEST_VERSION = 140000
 RESTART = "then restart PostgreSQL"
 
 _FACTS = """
-SELECT current_setting('server_version_num')::int,
-       current_setting('server_version'),
-       current_setting('wal_level'),
-       current_setting('max_wal_senders')::int - (SELECT count(*) FROM pg_stat_replication),
-       current_setting('max_wal_senders')::int,
-       current_setting('max_replication_slots')::int - (SELECT count(*) FROM pg_replication_slots),
-       current_setting('max_replication_slots')::int,
-       current_setting('max_slot_wal_keep_size'),
-       coalesce(current_setting('idle_replication_slot_timeout', true), '0'),
-       current_setting('server_encoding'),
-       pg_is_in_recovery(),
+SELECT pg_catalog.current_setting('server_version_num')::int,
+       pg_catalog.current_setting('server_version'),
+       pg_catalog.current_setting('wal_level'),
+       pg_catalog.current_setting('max_wal_senders')::int
+           - (SELECT pg_catalog.count(*) FROM pg_catalog.pg_stat_replication),
+       pg_catalog.current_setting('max_wal_senders')::int,
+       pg_catalog.current_setting('max_replication_slots')::int
+           - (SELECT pg_catalog.count(*) FROM pg_catalog.pg_replication_slots),
+       pg_catalog.current_setting('max_replication_slots')::int,
+       pg_catalog.current_setting('max_slot_wal_keep_size'),
+       coalesce(pg_catalog.current_setting('idle_replication_slot_timeout', true), '0'),
+       pg_catalog.current_setting('server_encoding'),
+       pg_catalog.pg_is_in_recovery(),
        current_user::text,
-       current_database()::text,
+       pg_catalog.current_database()::text,
        r.rolsuper OR r.rolreplication OR EXISTS (
-           SELECT FROM pg_roles p WHERE p.rolname = 'rds_replication'
-              AND pg_has_role(current_user, p.oid, 'USAGE')),
-       r.rolsuper OR pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'),
-       EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = %s),
-       coalesce((SELECT active FROM pg_replication_slots WHERE slot_name = %s), false)
-  FROM pg_roles r WHERE r.rolname = current_user
+           SELECT FROM pg_catalog.pg_roles p WHERE p.rolname = 'rds_replication'
+              AND pg_catalog.pg_has_role(current_user, p.oid, 'USAGE')),
+       r.rolsuper OR pg_catalog.pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'),
+       EXISTS (SELECT FROM pg_catalog.pg_replication_slots WHERE slot_name = %s),
+       coalesce((SELECT active FROM pg_catalog.pg_replication_slots WHERE slot_name = %s), false)
+  FROM pg_catalog.pg_roles r WHERE r.rolname = current_user
 """
 
 _OPEN_TRANSACTIONS = """
-SELECT 'session ' || pid, coalesce(usename, ''), coalesce(state, ''),
-       extract(epoch FROM now() - xact_start)::float8,
-       format('SELECT pg_terminate_backend(%%s);', pid)
-  FROM pg_stat_activity
- WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid()
-   AND xact_start <= now() - make_interval(secs => %(seconds)s)
+SELECT pid, NULL, coalesce(usename, ''), coalesce(state, ''),
+       extract(epoch FROM pg_catalog.now() - xact_start)::float8
+  FROM pg_catalog.pg_stat_activity
+ WHERE backend_xid IS NOT NULL AND pid <> pg_catalog.pg_backend_pid()
+   AND xact_start <= pg_catalog.now() - pg_catalog.make_interval(secs => %(seconds)s)
 UNION ALL
-SELECT 'prepared transaction ' || quote_literal(gid), owner::text, 'prepared',
-       extract(epoch FROM now() - prepared)::float8,
-       format('ROLLBACK PREPARED %%L;', gid)
-  FROM pg_prepared_xacts
- WHERE prepared <= now() - make_interval(secs => %(seconds)s)
- ORDER BY 4 DESC
+SELECT NULL, gid, owner::text, 'prepared',
+       extract(epoch FROM pg_catalog.now() - prepared)::float8
+  FROM pg_catalog.pg_prepared_xacts
+ WHERE prepared <= pg_catalog.now() - pg_catalog.make_interval(secs => %(seconds)s)
+ ORDER BY 5 DESC
  LIMIT 20
 """
 
@@ -221,7 +221,7 @@ def _wal_keep(facts: ServerFacts) -> Finding:
         "wal-limit",
         "max_slot_wal_keep_size is unlimited",
         "while the bridge or NATS is away, retained WAL can fill the disk and stop PostgreSQL",
-        "ALTER SYSTEM SET max_slot_wal_keep_size = '50GB';\nSELECT pg_reload_conf();\n"
+        "ALTER SYSTEM SET max_slot_wal_keep_size = '50GB';\nSELECT pg_catalog.pg_reload_conf();\n"
         "-- choose what the disk can spare and the longest outage needs",
     )
 
@@ -235,7 +235,8 @@ def _idle_timeout(facts: ServerFacts) -> list[Finding]:
             "idle-slot-timeout",
             f"idle_replication_slot_timeout is {facts.idle_slot_timeout}",
             "a bridge stopped for longer loses its slot, which means a new epoch and new snapshots",
-            "ALTER SYSTEM SET idle_replication_slot_timeout = 0;\nSELECT pg_reload_conf();",
+            "ALTER SYSTEM SET idle_replication_slot_timeout = 0;\n"
+            "SELECT pg_catalog.pg_reload_conf();",
         )
     ]
 
@@ -262,7 +263,7 @@ def _replication_right(facts: ServerFacts) -> Finding:
         "role-replication",
         f"role {facts.role} lacks the REPLICATION attribute",
         "PostgreSQL refuses the replication connection and the creation of slots",
-        f"ALTER ROLE {quoted(facts.role)} REPLICATION;",
+        f"ALTER ROLE {sql_identifier(facts.role)} REPLICATION;",
         blocks=True,
     )
 
@@ -275,7 +276,7 @@ def _statistics_right(facts: ServerFacts) -> Finding:
         "role-statistics",
         f"role {facts.role} cannot see other sessions",
         "the bridge cannot tell which transaction holds the slot back or delays a snapshot",
-        f"GRANT pg_read_all_stats TO {quoted(facts.role)};",
+        f"GRANT pg_read_all_stats TO {sql_identifier(facts.role)};",
     )
 
 
@@ -288,15 +289,16 @@ async def check_open_transactions(
     """
     cursor = await connection.execute(_OPEN_TRANSACTIONS, {"seconds": seconds})
     found = []
-    for who, user, state, age, statement in await cursor.fetchall():
+    for pid, gid, user, state, age in await cursor.fetchall():
+        transaction = OpenTransaction(pid, gid)
         found.append(
             warning(
                 "postgres",
                 "open-transaction",
-                f"{who} of {user} ({state}) has a writing transaction open for "
+                f"{transaction.who} of {user} ({state}) has a writing transaction open for "
                 f"{format_duration(age)}",
                 "a snapshot waits for it to end, and WAL since its start is kept",
-                f"{statement}\n-- against the next one: "
+                f"{transaction.end_statement};\n-- against the next one: "
                 "ALTER SYSTEM SET idle_in_transaction_session_timeout = '10min';",
             )
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bridge.postgres.catalog import literal, quoted
+from consumer_sdk.wire.escaping import sql_block, sql_literal
+from consumer_sdk.wire.escaping import sql_identifier as quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +28,9 @@ def setup_sql(
         "-- Run by a superuser in psql, connected to the database that is to be streamed.",
         f"-- Then give the role its password:  \\password {quoted(role)}",
         "",
+        "-- so that nothing planted in another schema is called here",
+        "SET search_path = '';",
+        "",
         "-- needs a restart if it was not logical before",
         "ALTER SYSTEM SET wal_level = 'logical';",
         "",
@@ -41,16 +45,20 @@ def setup_sql(
     ]
     if creates_publication:
         lines += ["", "-- what is streamed", *_create_publication(publication, tables)]
+    lines += ["", "RESET search_path;"]
     return "\n".join(lines) + "\n"
 
 
 def _create_role(role: str) -> list[str]:
+    known = f"SELECT FROM pg_catalog.pg_roles WHERE rolname = {sql_literal(role)}"
     return [
-        "DO $setup$ BEGIN",
-        f"  IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {literal(role)}) THEN",
-        f"    CREATE ROLE {quoted(role)} LOGIN;",
-        "  END IF;",
-        "END $setup$;",
+        *sql_block(
+            [
+                f"  IF NOT EXISTS ({known}) THEN",
+                f"    CREATE ROLE {quoted(role)} LOGIN;",
+                "  END IF;",
+            ]
+        ),
         f"ALTER ROLE {quoted(role)} LOGIN REPLICATION;",
     ]
 
@@ -72,11 +80,11 @@ def _grants(role: str, tables: Sequence[tuple[str, str]]) -> list[str]:
 
 def _create_publication(publication: str, tables: Sequence[tuple[str, str]]) -> list[str]:
     scope = f"TABLE {', '.join(quoted(*table) for table in tables)}" if tables else "ALL TABLES"
-    known = f"SELECT FROM pg_publication WHERE pubname = {literal(publication)}"
-    return [
-        "DO $setup$ BEGIN",
-        f"  IF NOT EXISTS ({known}) THEN",
-        f"    CREATE PUBLICATION {quoted(publication)} FOR {scope};",
-        "  END IF;",
-        "END $setup$;",
-    ]
+    known = f"SELECT FROM pg_catalog.pg_publication WHERE pubname = {sql_literal(publication)}"
+    return sql_block(
+        [
+            f"  IF NOT EXISTS ({known}) THEN",
+            f"    CREATE PUBLICATION {quoted(publication)} FOR {scope};",
+            "  END IF;",
+        ]
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bridge.postgres.catalog import literal, quoted
 from bridge.postgres.errors import (
     INSUFFICIENT_PRIVILEGE,
     OBJECT_IN_USE,
@@ -15,6 +15,8 @@ from bridge.postgres.errors import (
 )
 from bridge.preflight.findings import Finding, ok, problem, warning
 from bridge.telemetry.wal_monitor import format_bytes
+from consumer_sdk.wire.escaping import sql_literal
+from consumer_sdk.wire.subjects import quote_identifier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,9 +37,12 @@ SELECT s.slot_name, s.slot_type, coalesce(s.plugin, ''), coalesce(s.database, ''
        {failover},
        greatest(coalesce({wal} - s.confirmed_flush_lsn, 0), 0)::bigint,
        greatest(coalesce({wal} - s.restart_lsn, 0), 0)::bigint
-  FROM pg_replication_slots s
+  FROM pg_catalog.pg_replication_slots s
 """
-_WAL = "(CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END)"
+_WAL = (
+    "(CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn() "
+    "ELSE pg_catalog.pg_current_wal_lsn() END)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +143,8 @@ def _own(
             "slot-unreserved",
             f"slot {name} is beyond max_slot_wal_keep_size",
             "the next checkpoint may remove WAL it needs",
-            "ALTER SYSTEM SET max_slot_wal_keep_size = '200GB';\nSELECT pg_reload_conf();\n"
+            "ALTER SYSTEM SET max_slot_wal_keep_size = '200GB';\n"
+            "SELECT pg_catalog.pg_reload_conf();\n"
             "-- choose what the disk can spare",
         )
     if slot.lag >= warn_bytes:
@@ -158,13 +164,13 @@ def _failover(own: SlotFacts, slots: list[SlotFacts]) -> Iterator[Finding]:
     if own.failover:
         yield ok("postgres", "slot-failover", f"slot {own.name} fails over to a standby")
     elif standbys:
+        command = f"ALTER_REPLICATION_SLOT {quote_identifier(own.name)} (FAILOVER true)"
         yield warning(
             "postgres",
             "slot-failover",
             f"slot {own.name} is not a failover slot, though there is a standby",
             "after a failover the slot is gone: new epoch and new snapshots",
-            f'psql "$DATABASE_URL?replication=database" -c '
-            f"'ALTER_REPLICATION_SLOT {own.name} (FAILOVER true)'\n"
+            f'psql "$DATABASE_URL?replication=database" -c {shlex.quote(command)}\n'
             "-- while the bridge is stopped; the standby needs sync_replication_slots = on and "
             "hot_standby_feedback = on",
         )
@@ -175,13 +181,16 @@ async def check_decoding(
 ) -> list[Finding]:
     """Decode one transaction from the slot, as the bridge will, without advancing the slot."""
     query = (
-        "SELECT count(*) FROM pg_logical_slot_peek_binary_changes(%s, NULL, 1, "
+        "SELECT pg_catalog.count(*) "
+        "FROM pg_catalog.pg_logical_slot_peek_binary_changes(%s, NULL, 1, "
         "'proto_version', '1', 'publication_names', %s)"
     )
     try:
         async with connection.transaction():
+            # pgoutput reads names in plain quotes only.
+            quoted = '"' + publication.replace('"', '""') + '"'
             await connection.execute(f"SET LOCAL statement_timeout = {PEEK_TIMEOUT_MS}")
-            await connection.execute(query, [slot, quoted(publication)])
+            await connection.execute(query, [slot, quoted])
     except DriverError as error:
         state = sqlstate_of(error)
         if state in _NOT_JUDGED:
@@ -195,7 +204,8 @@ async def check_decoding(
                 f"slot {slot} stands before publication {publication} was created",
                 f"decoding fails with: {error.diag.message_primary}; before PostgreSQL 18 the "
                 "publication must be older than the changes",
-                f"SELECT pg_replication_slot_advance('{slot}', pg_current_wal_lsn());\n"
+                f"SELECT pg_catalog.pg_replication_slot_advance({sql_literal(slot)}, "
+                "pg_catalog.pg_current_wal_lsn());\n"
                 "-- skips what was written before; a bridge that has already published under this "
                 "name then needs --on-gap=new-epoch",
                 blocks=True,
@@ -205,4 +215,4 @@ async def check_decoding(
 
 
 def _drop(name: str) -> str:
-    return f"SELECT pg_drop_replication_slot({literal(name)});"
+    return f"SELECT pg_catalog.pg_drop_replication_slot({sql_literal(name)});"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
-
+from bridge.jetstream.streams import NEARLY_FULL
 from bridge.preflight.findings import Finding, Severity, ok, warning
 from bridge.telemetry.wal_monitor import format_bytes, format_duration
+from consumer_sdk.wire.escaping import shell_word
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,21 +19,6 @@ if TYPE_CHECKING:
     Config = dict[str, Any]
 
 ALWAYS = "jetstream { sync_interval: always }"
-MONITOR_TIMEOUT_SECONDS = 5
-
-
-async def read_monitor(url: str) -> dict[str, Any]:
-    """`/varz` of the server's monitoring port; OSError or ValueError if it is not one."""
-    timeout = aiohttp.ClientTimeout(total=MONITOR_TIMEOUT_SECONDS)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.get(f"{url.rstrip('/')}/varz") as answer,
-        ):
-            document: dict[str, Any] = await answer.json()
-            return document
-    except (TimeoutError, aiohttp.ClientError) as error:
-        raise OSError(str(error) or type(error).__name__) from error
 
 
 def check_durability(replicas: int, varz: dict[str, Any] | None) -> Iterator[Finding]:
@@ -81,6 +66,7 @@ def check_durability(replicas: int, varz: dict[str, Any] | None) -> Iterator[Fin
 
 NANOSECONDS = 1_000_000_000
 LONGEST_WINDOW_SECONDS = 30
+SUGGESTED_BYTES = 16 * 1024**3
 SHORTEST_AGE_SECONDS = 3600
 # What nats-server keeps in memory for each message id within the window.
 WINDOW_ENTRY_BYTES = 250
@@ -89,13 +75,14 @@ WINDOW_ENTRY_BYTES = 250
 def update_command(config: Config, **changes: object) -> str:
     """The command that changes some settings of a stream and keeps the others."""
     body = json.dumps({**config, **changes}, separators=(",", ":"))
-    return f"nats req '$JS.API.STREAM.UPDATE.{config['name']}' {shlex.quote(body)}"
+    subject = shell_word(f"$JS.API.STREAM.UPDATE.{config['name']}")
+    return f"nats req {subject} {shlex.quote(body)}"
 
 
 def delete_command(config: Config) -> str:
     """The command that deletes a stream, for settings that cannot be changed."""
     return (
-        f"nats req '$JS.API.STREAM.DELETE.{config['name']}' ''\n"
+        f"nats req {shell_word('$JS.API.STREAM.DELETE.' + config['name'])} ''\n"
         "# its messages are gone then: the bridge creates it anew, with --on-gap=new-epoch"
     )
 
@@ -179,12 +166,12 @@ RULES = (
         None,
     ),
     Rule(
-        "stream-discard-new",
+        "stream-discard-old",
         "warning",
-        lambda c: c["discard"] == "new" and (c["max_bytes"] > 0 or c["max_msgs"] > 0),
-        "refuses new messages when full",
-        "the bridge then waits, and PostgreSQL keeps WAL, until an operator frees space",
-        {"discard": "old"},
+        lambda c: c["discard"] == "old" and c["max_bytes"] > 0,
+        "removes its oldest messages when it is full",
+        "a consumer that has not read them has a gap then, and must bootstrap again",
+        {"discard": "new"},
     ),
     Rule(
         "stream-max-msgs",
@@ -255,9 +242,41 @@ def check_stream(info: dict[str, Any], subjects: str, *, is_cdc: bool) -> Iterat
             finding = rule.judge(config)
             if finding is not None:
                 yield _with_memory(finding, info)
-    state = info["state"]
-    count, size = state["messages"], format_bytes(state["bytes"])
+    yield from _check_size(info, is_cdc=is_cdc)
+
+
+def _check_size(info: dict[str, Any], *, is_cdc: bool) -> Iterator[Finding]:
+    """Whether the stream has a size limit, and room below it."""
+    config, state = info["config"], info["state"]
+    name, most, held = config["name"], config["max_bytes"], state["bytes"]
+    count, size = state["messages"], format_bytes(held)
+    if most > 0:
+        yield ok(
+            "nats",
+            "stream",
+            f"stream {name} holds {count} messages, {size} of at most {format_bytes(most)}",
+        )
+        if held > most * NEARLY_FULL:
+            yield warning(
+                "nats",
+                "stream-nearly-full",
+                f"stream {name} has used {held / most:.0%} of its size limit",
+                "when it is full, the bridge waits and PostgreSQL keeps WAL"
+                if is_cdc
+                else "when it is full, snapshots fail",
+                update_command(config, max_bytes=most * 2),
+            )
+        return
     yield ok("nats", "stream", f"stream {name} holds {count} messages, {size}")
+    yield warning(
+        "nats",
+        "stream-no-limit",
+        f"stream {name} has no size limit",
+        "it can fill the account or the disk; after a full disk nats-server accepts nothing for "
+        "its streams until it is restarted"
+        + ("" if is_cdc else ", and whoever may request snapshots can fill it"),
+        update_command(config, max_bytes=max(SUGGESTED_BYTES, held * 4), discard="new"),
+    )
 
 
 def _with_memory(finding: Finding, info: dict[str, Any]) -> Finding:

@@ -21,7 +21,7 @@ from consumer_sdk.transport.logfmt import event
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from bridge.jetstream.dictionaries import DictionaryStore
+    from bridge.jetstream.dictionaries import DictionaryStore, ZstdDictionary
 
 log = logging.getLogger("bridge.publish")
 
@@ -79,24 +79,24 @@ class EventCompressor:
         except (nats.errors.Error, APIError, TimeoutError, OSError):
             return
         if found is not None:
-            self._use(state, *found)
+            self._use(state, found)
 
     async def _train(self, token: str, state: _TableState, samples: list[bytes]) -> None:
         content = await asyncio.to_thread(train, samples)
         if content is None:
             return
         try:
-            name = await self._store.add(token, FORM, content)
+            dictionary = await self._store.add(token, FORM, content)
         except (nats.errors.Error, APIError, TimeoutError, OSError) as error:
             event(log, "dictionary not stored", level=logging.WARNING, reason=str(error))
             return
-        self._use(state, name, content)
+        self._use(state, dictionary)
 
-    def _use(self, state: _TableState, name: str, content: bytes) -> None:
-        shared = zstandard.ZstdCompressionDict(content)
+    def _use(self, state: _TableState, dictionary: ZstdDictionary) -> None:
+        shared = zstandard.ZstdCompressionDict(dictionary.content)
         shared.precompute_compress(level=LEVEL)
         state.compressor = zstandard.ZstdCompressor(level=LEVEL, dict_data=shared)
-        state.headers = self._zstd_headers + f"Cdc-Dict: {name}\r\n".encode()
+        state.headers = self._zstd_headers + f"Cdc-Dict: {dictionary.id}\r\n".encode()
         state.samples = None
 
     async def close(self) -> None:

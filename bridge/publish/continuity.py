@@ -106,7 +106,7 @@ def _compare_progress(
         return f"the CDC stream ends at {stream_last_seq}, it had reached {held}"
     timeline = progress.get("timeline")
     if isinstance(timeline, int) and timeline != server.timeline:
-        left = dict(server.forks).get(timeline)
+        left = server.forks.get(timeline)
         if left is None:
             return f"timeline {server.timeline} does not descend from timeline {timeline}"
         if left < recorded:

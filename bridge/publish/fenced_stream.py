@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from bridge.events.messages import OutgoingMessage
     from bridge.jetstream.batches import BatchResult, BatchWriter, Mode, NextBatch
     from bridge.jetstream.broker import Broker
-    from bridge.jetstream.record import Document, StreamRecord
+    from bridge.jetstream.record import StreamRecord
     from bridge.jetstream.streams import StreamState
+    from consumer_sdk.wire.envelope import Document
 
 
 class StreamChanged(Retryable):
@@ -78,7 +79,7 @@ class FencedStream:
         except PublishRefused as error:
             raise Retryable(f"the CDC stream takes no messages: {error}") from error
         records = RecordReader(client, subjects, source, is_foreign, broker.dictionaries)
-        frames = await FrameWriter.create(client)
+        frames = await FrameWriter.create(client, subjects.cdc_stream)
         writer = (FastIngestWriter if batched else PlainWriter)(
             client, frames, settings.flush_timeout
         )
@@ -123,9 +124,9 @@ class FencedStream:
         """Stop waiting for the acknowledgements of the batch in flight."""
         self._writer.interrupt()
 
-    async def message_id_at(self, seq: int) -> str | None:
-        """Id of the message with this sequence; None if the stream no longer holds it."""
-        return await self._records.message_id_at(seq)
+    async def tail_id(self, record: StreamRecord) -> str | None:
+        """Id of the message at the sequence where the stream ended by the progress record."""
+        return await self._records.tail_id(record)
 
     async def holds(self, item: OutgoingMessage) -> bool:
         """Whether the newest message on the item's subject is the item or one after it."""

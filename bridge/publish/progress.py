@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import nats.errors
 from nats.js.errors import APIError, KeyValueError, KeyWrongLastSequenceError
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
     from bridge.postgres.connection import Server
     from bridge.source import Source
-
-Document = dict[str, Any]
+    from consumer_sdk.wire.envelope import Document
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +134,10 @@ class ProgressLog:
             try:
                 self._revision = await self._bucket.update(key, value, last=self._revision)
             except KeyWrongLastSequenceError:
-                revision, held = await read_progress(self._bucket, source.name)
-                if held is not None and _order(held) > _order(document):
+                kept = await read_progress(self._bucket, source.name)
+                if kept.document is not None and _order(kept.document) > _order(document):
                     return False
-                self._revision = await self._bucket.update(key, value, last=revision)
+                self._revision = await self._bucket.update(key, value, last=kept.revision)
         except (TimeoutError, nats.errors.Error, APIError, KeyValueError, OSError, ValueError):
             return False
         return True

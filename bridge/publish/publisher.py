@@ -77,7 +77,9 @@ def _remedy(refusal: Refusal) -> str:
     """What the operator can do about a refusal."""
     if refusal.full:
         return FREE_SPACE
-    return RUN_CHECK if refusal.code >= FIRST_ERROR_CODE else RESTORE_NATS
+    if refusal.code is None or refusal.code < FIRST_ERROR_CODE:
+        return RESTORE_NATS
+    return RUN_CHECK
 
 
 def _is_plain(items: Sequence[Item]) -> bool:
@@ -117,7 +119,8 @@ class Publisher:
         self._draining = False
         self._is_stuck = False
         """Whether nothing was stored since the stream was last read back."""
-        self._doubt = False
+        self._must_read_back = False
+        """Whether the connection was lost, so that it is not known which messages are stored."""
         self._lost = asyncio.Event()
 
     async def run(self) -> None:
@@ -165,7 +168,7 @@ class Publisher:
 
     def connection_lost(self) -> None:
         """Stop waiting for acknowledgements; the record is read back after the reconnect."""
-        self._doubt = True
+        self._must_read_back = True
         self._lost.set()
         self._stream.interrupt()
 
@@ -232,11 +235,11 @@ class Publisher:
         if not force and now - self._last_progress < IDLE_SECONDS:
             return
         self._stats.ring_depth = len(self._ring)
-        lsn, source_lsn = self._reader.idle_lsn()
+        lsn, source_lsn = self._reader.idle_lsn, self._reader.received_lsn
         if self._is_pending:
             return
         confirmation = self._confirmation
-        if not confirmation.is_recorded(lsn):
+        if lsn is not None and not confirmation.is_recorded(lsn):
             self._last_progress = now
             await self._record_progress(lsn, source_lsn)
             hold("after-ack-before-confirm")
@@ -275,8 +278,8 @@ class Publisher:
         If `next_batch` is given, the batch that it returned last must be sent next.
         """
         while chunk:
-            if self._doubt:
-                chunk = await self._recover(Refusal(0, "the connection to NATS was lost"), chunk)
+            if self._must_read_back:
+                chunk = await self._recover(Refusal("the connection to NATS was lost"), chunk)
                 continue
             outcome = await self._stream.send(chunk, next_batch)
             if outcome.stored:
@@ -302,10 +305,10 @@ class Publisher:
                 if not await self._stream.holds(first):
                     return chunk
             except Retryable as error:
-                refusal = Refusal(0, str(error))
+                refusal = Refusal(str(error))
         return await self._recover(refusal, chunk)
 
-    def _acknowledged(self, items: Sequence[OutgoingMessage], last_seq: int) -> None:
+    def _acknowledged(self, items: Sequence[OutgoingMessage], last_seq: int | None) -> None:
         stats = self._stats
         self._is_stuck = False
         hold("after-ack-before-confirm")
@@ -336,7 +339,7 @@ class Publisher:
             logical = next(i for i in reversed(items) if i.kind is MessageKind.LOGICAL)
         newest = [item for item in (change, logical) if item is not None]
         self._confirmation.acknowledge(newest, end_lsn)
-        if last_seq:
+        if last_seq is not None:
             self._confirmation.note_end(last_seq, items[-1].msg_id.decode())
         if end_lsn:
             stats.confirmed_lsn = self._confirmation.lsn
@@ -354,25 +357,25 @@ class Publisher:
         """Find out which messages of a chunk are stored, and return the others."""
         event(log, "publishing interrupted", reason=refusal.text)
         # A stream that refuses a message twice may refuse it for ever: wait before the next try.
-        at_once = not refusal.full and not (refusal.code and self._is_stuck)
+        at_once = not refusal.full and not (refusal.code is not None and self._is_stuck)
         while True:
             await stay_cancelled()
             if not at_once or not self._stream.is_connected:
                 await self._outage.wait(refusal.text, _remedy(refusal))
-            at_once = self._doubt = False
+            at_once = self._must_read_back = False
             try:
                 record = await self._while_connected(self._read_back())
             except PublishRefused as error:
-                refusal = Refusal(error.code, str(error))
+                refusal = Refusal(str(error), error.code)
             except StreamChanged:
                 raise
             except Retryable as error:
-                refusal = Refusal(0, str(error))
-                at_once = self._doubt
-                if not self._doubt:
+                refusal = Refusal(str(error))
+                at_once = self._must_read_back
+                if not self._must_read_back:
                     await self._stream.require_unchanged()
             else:
-                if not self._doubt:
+                if not self._must_read_back:
                     break
         stored = 0
         for place, item in enumerate(chunk, start=1):
@@ -385,7 +388,7 @@ class Publisher:
                 break
         self._is_stuck = True
         if stored:
-            self._acknowledged(chunk[:stored], 0)
+            self._acknowledged(chunk[:stored], None)
         self._confirmation.note_end(self._stream.fence_seq, self._stream.fence_id)
         event(log, "publishing resumed", stored=stored, again=len(chunk) - stored)
         return chunk[stored:]

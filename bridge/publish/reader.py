@@ -55,8 +55,8 @@ class WalReader:
         self._keepalive_lsn = 0
         self._received_lsn = 0
         self._status_lsn = 0
-        self._waiting_since = 0.0
-        """When the current wait for the server began; 0 while there is none."""
+        self._waiting_since: float | None = None
+        """When the current wait for the server began."""
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -67,14 +67,20 @@ class WalReader:
     @property
     def silent_seconds(self) -> float:
         """For how many seconds the reader has waited for the server."""
-        return time.monotonic() - self._waiting_since if self._waiting_since else 0.0
+        return 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
 
-    def idle_lsn(self) -> tuple[int, int]:
-        """The position up to which everything is in the ring, and the server's end of WAL."""
+    @property
+    def received_lsn(self) -> int:
+        """The newest position that the server has sent."""
+        return self._received_lsn
+
+    @property
+    def idle_lsn(self) -> int | None:
+        """The position up to which everything is in the ring; None inside a transaction."""
         assembler = self._assembler
         if assembler.in_transaction or len(assembler.outbox):
-            return 0, self._received_lsn
-        return max(assembler.complete_lsn, self._keepalive_lsn), self._received_lsn
+            return None
+        return max(assembler.complete_lsn, self._keepalive_lsn)
 
     def has_truncated(self, token: str, xid: int) -> bool:
         """Whether the log contained a TRUNCATE of the table by this transaction."""
@@ -94,7 +100,7 @@ class WalReader:
                 if exhausted and not self._stopping.is_set():
                     self._waiting_since = time.monotonic()
                     await self._connection.wait_readable()
-                    self._waiting_since = 0.0
+                    self._waiting_since = None
                     self._connection.consume_input()
                 else:
                     await asyncio.sleep(0)

@@ -84,7 +84,7 @@ class ResumePoint:
                 slot_lsn=slot_lsn,
                 stream_created_us=stream.state.created_us,
                 stream_last_seq=stream.last_seq,
-                tail_id=await _tail_id(stream, record),
+                tail_id=await stream.tail_id(record),
                 is_new_slot=slot_lsn == facts.slot_created_at,
             )
         except BaseException:
@@ -139,9 +139,3 @@ class ResumePoint:
             "previous_lsn": self.record.recorded_lsn,
             "resumes_at": self.slot_lsn,
         }
-
-
-async def _tail_id(stream: FencedStream, record: StreamRecord) -> str | None:
-    """Id of the message at the sequence where the stream ended by the progress record."""
-    ended_at = (record.progress or {}).get("stream_seq")
-    return await stream.message_id_at(ended_at) if isinstance(ended_at, int) else None

@@ -100,11 +100,6 @@ class Ring(Generic[T]):
         return self._tail - self._head
 
     @property
-    def capacity(self) -> int:
-        """How many items fit."""
-        return self._mask
-
-    @property
     def bytes_held(self) -> int:
         """Bytes of the items in the ring."""
         return self._bytes_in - self._bytes_out

@@ -21,6 +21,7 @@ from bridge.jetstream.streams import api
 from bridge.postgres.coverage import Coverage, Covered, has_attached_rows, read_coverage
 from bridge.schemas.coverage import rewritten, unlogged_changes
 from consumer_sdk.transport.api import ApiError
+from consumer_sdk.transport.calls import ApiCall
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.errors import MISFITS
@@ -42,6 +43,7 @@ MOST_REASONS = 20
 MOST_GONE = 20_000
 """How many tables that left the publication are saved; the newest are kept."""
 LARGE_BYTES = 32 * 1024
+MOST_BYTES = 64 * 1024 * 1024
 """A larger document is compressed, so that thousands of tables fit into one KV value."""
 _POSITION = """
 SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
@@ -65,6 +67,11 @@ class TruncationLog(Protocol):
         ...
 
 
+def _expanded(value: bytes) -> bytes:
+    """What zlib compressed, up to MOST_BYTES; what is longer is cut off and no JSON any more."""
+    return zlib.decompressobj().decompress(value, MOST_BYTES)
+
+
 class CoverageStore:
     """The saved coverage of one source, and the snapshots that a gap makes useless."""
 
@@ -78,7 +85,7 @@ class CoverageStore:
         try:
             entry = await self._bucket.get(f"coverage.{self._source.name}")
             value = entry.value or b""
-            document = json.loads(value if value[:1] == b"{" else zlib.decompress(value))
+            document = json.loads(value if value[:1] == b"{" else _expanded(value))
             if document["epoch"] != self._source.epoch:
                 return None
             tables = document["tables"].items()
@@ -110,7 +117,7 @@ class CoverageStore:
         with suppress(ApiError):
             await api(
                 self._client,
-                f"STREAM.PURGE.{subjects.init_stream}",
+                ApiCall.STREAM_PURGE.of(subjects.init_stream),
                 {"filter": subjects.meta(token)},
             )
 

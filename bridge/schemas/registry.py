@@ -10,9 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from bridge.events.relations import REPLICA_IDENTITIES, Fingerprint, Structure
+from bridge.events.relations import (
+    REPLICA_IDENTITIES,
+    Fingerprint,
+    Structure,
+    StructureColumn,
+)
 from consumer_sdk.wire.envelope import WIRE_VERSION
 
 if TYPE_CHECKING:
@@ -21,11 +26,10 @@ if TYPE_CHECKING:
     from bridge.events.values import ColumnType
     from bridge.postgres.catalog import Catalog, CatalogTable
     from bridge.source import Source
+    from consumer_sdk.wire.envelope import Document
 
 VISIBLE_POLLS = 10
 VISIBLE_POLL_SECONDS = 0.02
-
-Document = dict[str, Any]
 
 
 def fingerprint_of(document: Mapping[str, Any]) -> Fingerprint:
@@ -33,9 +37,22 @@ def fingerprint_of(document: Mapping[str, Any]) -> Fingerprint:
     return (
         document.get("replica_identity"),
         tuple(
-            (c["name"], c["type_oid"], c["type_modifier"], c["is_key"]) for c in document["columns"]
+            StructureColumn(c["name"], c["type_oid"], c["type_modifier"], c["is_key"])
+            for c in document["columns"]
         ),
     )
+
+
+class DocumentVersion(NamedTuple):
+    """Epoch and version of a schema document; the documents of one table are ordered by it."""
+
+    epoch: int = 0
+    version: int = 0
+
+    @classmethod
+    def of(cls, document: Document) -> Self:
+        """The version of a document; numbers that are missing count as 0."""
+        return cls(document.get("epoch", 0), document.get("schema_version", 0))
 
 
 @dataclass(slots=True)
@@ -44,8 +61,8 @@ class _Versions:
     newest: Document | None = None
     announced: int = 0
     """Version of the last schema message in the stream, 0 for none."""
-    stored: tuple[int, int] = (0, 0)
-    """Epoch and version of the document in KV, zeros for none."""
+    stored: DocumentVersion | None = None
+    """The document in KV, if there is one."""
     floor: int = 0
     """The highest assigned version whose document no longer exists."""
 
@@ -74,17 +91,16 @@ class SchemaRegistry:
         self._versions: dict[str, _Versions] = {}
         for token, document in stored.items():
             if document.get("source") == source.name:
-                identity = (document["epoch"], document["schema_version"])
-                self._versions[token] = _Versions(newest=document, stored=identity)
+                version = DocumentVersion.of(document)
+                self._versions[token] = _Versions(newest=document, stored=version)
         for token, document in announced.items():
             entry = self._versions.setdefault(token, _Versions())
             entry.current = document
             entry.announced = document["schema_version"]
             if entry.newest is None or entry.newest["schema_version"] < entry.announced:
                 entry.newest = document
-
-        for token, version in floors.items():
-            self._versions.setdefault(token, _Versions()).floor = version
+        for token, floor in floors.items():
+            self._versions.setdefault(token, _Versions()).floor = floor
 
     def stored_tokens(self) -> set[str]:
         """The tables with a document in KV."""
@@ -96,26 +112,29 @@ class SchemaRegistry:
 
     def note_removed(self, token: str) -> None:
         """Note that KV no longer holds a document of the table."""
-        self._versions[token].stored = (0, 0)
+        self._versions[token].stored = None
 
     def needs_announcement(self, token: str, version: int) -> bool:
         """Whether the table's last schema message in the stream has another version."""
         return self._versions[token].announced != version
 
     def needs_storing(self, token: str, document: Document) -> bool:
-        """Whether KV holds an older document than this."""
-        return self._versions[token].stored < (document["epoch"], document["schema_version"])
+        """Whether KV holds an older document than this, or none."""
+        stored = self._versions[token].stored
+        return stored is None or stored < DocumentVersion.of(document)
 
     def note_stored(self, token: str, document: Document) -> None:
-        entry = self._versions[token]
-        entry.stored = max(entry.stored, (document["epoch"], document["schema_version"]))
+        """Note that KV holds this document of the table, or a newer one."""
+        if self.needs_storing(token, document):
+            self._versions[token].stored = DocumentVersion.of(document)
 
     def note_announced(self, token: str, version: int) -> None:
+        """Note that the table's last schema message in the stream has this version."""
         self._versions[token].announced = version
 
     def is_stored(self, token: str) -> bool:
         """Whether KV holds a document of the table."""
-        return token in self._versions and self._versions[token].stored > (0, 0)
+        return token in self._versions and self._versions[token].stored is not None
 
     async def version_for(
         self, structure: Structure, types: Sequence[ColumnType], *, lsn: int, from_log: bool
@@ -163,7 +182,7 @@ class SchemaRegistry:
         PostgreSQL sends a commit before other sessions can see it. If the catalog still differs
         after a wait, the table was changed again.
         """
-        wanted = {name for name, *_ in structure.columns}
+        wanted = {column.name for column in structure.columns}
         for pause in (*[VISIBLE_POLL_SECONDS] * VISIBLE_POLLS, 0):
             table = await self._catalog.table_by_id(
                 structure.relation_id, structure.replica_identity
@@ -181,32 +200,34 @@ class SchemaRegistry:
         version: int,
         lsn: int,
     ) -> Document:
-        names = await self._catalog.format_types([(c[1], c[2]) for c in structure.columns])
+        names = await self._catalog.format_types(
+            [(column.type_oid, column.type_modifier) for column in structure.columns]
+        )
         now = {column.name: column for column in table.columns}
         columns = []
-        for place, ((name, type_oid, modifier, is_key), data_type, kind) in enumerate(
+        for place, (described, data_type, kind) in enumerate(
             zip(structure.columns, names, types, strict=True), start=1
         ):
-            column = now.get(name)
+            column = now.get(described.name)
             columns.append(
                 {
-                    "name": name,
+                    "name": described.name,
                     "position": place,
                     "data_type": data_type,
-                    "type_oid": type_oid,
-                    "type_modifier": modifier,
+                    "type_oid": described.type_oid,
+                    "type_modifier": described.type_modifier,
                     "is_nullable": column.is_nullable if column else True,
                     "column_default": column.default if column else None,
-                    "is_key": is_key,
+                    "is_key": described.is_key,
                     "base_type_oid": kind.base_oid,
                     "element_oid": kind.element_oid,
                     "backfilled": column.is_backfilled if column else None,
                     "number": column.number if column else None,
                 }
             )
-        published = {name for name, *_ in structure.columns}
+        published = {column.name for column in structure.columns}
         if structure.replica_identity == "d":
-            key = [name for name, _, _, is_key in structure.columns if is_key]
+            key = [column.name for column in structure.columns if column.is_key]
             if set(key) == set(table.primary_key):
                 key = list(table.primary_key)
         else:
@@ -236,10 +257,10 @@ class SchemaRegistry:
         if found is None:
             return None
         columns = tuple(
-            (c.name, c.type_oid, c.type_modifier, c.name in found.identity)
+            StructureColumn(c.name, c.type_oid, c.type_modifier, c.name in found.identity)
             for c in found.columns
             if (c.name in published if published is not None else not c.is_generated)
         )
         structure = Structure(found.relation_id, schema, table, found.replica_identity, columns)
-        types = await self._catalog.column_types([(c[1], c[2]) for c in columns])
+        types = await self._catalog.column_types([(c.type_oid, c.type_modifier) for c in columns])
         return await self.version_for(structure, types, lsn=lsn, from_log=False)

@@ -9,21 +9,17 @@ import nats.errors
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 from bridge.errors import SchemaOvertaken, TableTaken
-from bridge.schemas.registry import Document, fingerprint_of
+from bridge.schemas.registry import DocumentVersion, fingerprint_of
 from consumer_sdk.wire.envelope import decode_payload, encode
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nats.js.kv import KeyValue
 
-Identity = tuple[int, int]
-"""Epoch and version."""
-
-
-def identity_of(document: Document) -> Identity:
-    """Epoch and version, by which the documents of one table are ordered."""
-    return document.get("epoch", 0), document.get("schema_version", 0)
+    from consumer_sdk.wire.envelope import Document
 
 
 def read_document(value: bytes) -> Document | None:
@@ -37,7 +33,7 @@ def read_document(value: bytes) -> Document | None:
         fingerprint_of(document)
     except (KeyError, TypeError):
         return None
-    is_ordered = all(type(number) is int for number in identity_of(document))
+    is_ordered = all(type(number) is int for number in DocumentVersion.of(document))
     return document if is_ordered else None
 
 
@@ -49,7 +45,7 @@ class SchemaStore:
         self._source = source
         self._as_json = as_json
         self._lock = asyncio.Lock()
-        self._known: dict[str, Identity] = {}
+        self._known: dict[str, DocumentVersion] = {}
         """The documents that this bridge has read or written, by table."""
 
     async def load(self) -> dict[str, Document]:
@@ -62,10 +58,16 @@ class SchemaStore:
                 document = read_document(entry.value or b"")
                 if document is not None:
                     documents[entry.key] = document
-                    self._known[entry.key] = identity_of(document)
+                    self._known[entry.key] = DocumentVersion.of(document)
         finally:
             await watcher.stop()  # type: ignore[no-untyped-call]
         return documents
+
+    def foreign_tables(self, documents: Mapping[str, Document]) -> set[str]:
+        """The tokens of the tables that belong to other sources."""
+        return {
+            token for token, document in documents.items() if document.get("source") != self._source
+        }
 
     def refuse_foreign(self, document: Document | None) -> None:
         """Raise TableTaken if the document of a table belongs to another source."""
@@ -99,19 +101,20 @@ class SchemaStore:
                         continue
                 except KeyWrongLastSequenceError:
                     continue
-                self._known[token] = max(self._known.get(token, (0, 0)), identity_of(document))
+                known = self._known.get(token, DocumentVersion())
+                self._known[token] = max(known, DocumentVersion.of(document))
                 return
         raise nats.errors.TimeoutError
 
     def _is_before(self, token: str, held: Document, document: Document) -> bool:
         """Whether the held document must be replaced by this one."""
-        found, ours = identity_of(held), identity_of(document)
+        found, ours = DocumentVersion.of(held), DocumentVersion.of(document)
         if found == ours and fingerprint_of(held) == fingerprint_of(document):
             return False
-        if found == ours or found > self._known.get(token, (0, 0)):
+        if found == ours or found > self._known.get(token, DocumentVersion()):
             name = format_table_name(str(document["schema"]), str(document["table"]))
             raise SchemaOvertaken(
-                f"another bridge has stored version {found[1]} of the schema of {name}"
+                f"another bridge has stored version {found.version} of the schema of {name}"
             )
         return found < ours
 

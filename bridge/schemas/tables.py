@@ -11,7 +11,7 @@ from nats.js.errors import APIError
 
 from bridge.errors import Retryable, SchemaOvertaken, SourceError
 from bridge.events.messages import SchemaNotice
-from bridge.events.relations import Structure
+from bridge.events.relations import Structure, StructureColumn, VersionedStructure
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import table_token
@@ -19,19 +19,16 @@ from consumer_sdk.wire.subjects import table_token
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bridge.events.values import ColumnType
     from bridge.postgres.catalog import Catalog
     from bridge.postgres.publication import PublicationReader
-    from bridge.schemas.registry import Document, SchemaRegistry
+    from bridge.schemas.registry import SchemaRegistry
     from bridge.schemas.store import SchemaStore
     from bridge.wal.messages import Relation
+    from consumer_sdk.wire.envelope import Document
 
 log = logging.getLogger("bridge.tables")
 
 TABLE_POLL_SECONDS = 5.0
-
-Versioned = tuple[Structure, "list[ColumnType]", int, SchemaNotice | None]
-"""A relation, its types, its version, and the schema notice due before its next row."""
 
 
 class PublishedTables:
@@ -55,17 +52,22 @@ class PublishedTables:
         self.first_pass_done = asyncio.Event()
         """Set after the first attempt to store the schemas of all tables."""
 
-    async def from_log(self, message: Relation, commit_lsn: int) -> Versioned:
+    async def from_log(self, message: Relation, commit_lsn: int) -> VersionedStructure:
         """The version of a relation as the log describes it."""
         structure = Structure(
             message.relation_id,
             message.namespace,
             message.name,
             message.replica_identity,
-            tuple((c.name, c.type_oid, c.type_modifier, c.is_key) for c in message.columns),
+            tuple(
+                StructureColumn(c.name, c.type_oid, c.type_modifier, c.is_key)
+                for c in message.columns
+            ),
         )
         self._catalog.forget_user_types()
-        types = await self._catalog.column_types([(c[1], c[2]) for c in structure.columns])
+        types = await self._catalog.column_types(
+            [(column.type_oid, column.type_modifier) for column in structure.columns]
+        )
         registry, token = self._registry, structure.token
         document = await registry.version_for(structure, types, lsn=commit_lsn, from_log=True)
         version = document["schema_version"]
@@ -73,7 +75,7 @@ class PublishedTables:
         notice = None
         if must_store or registry.needs_announcement(token, version):
             notice = SchemaNotice(token, document, must_store)
-        return structure, types, version, notice
+        return VersionedStructure(structure, types, version, notice)
 
     async def ensure_schema(self, schema: str, table: str) -> Document:
         """Store and return the document of the table as it is now in the catalog."""

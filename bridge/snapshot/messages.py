@@ -25,7 +25,10 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from bridge.errors import SnapshotError
+from bridge.jetstream.dictionaries import ZstdDictionary  # noqa: TC001 - msgspec reads it
+from bridge.postgres.login import Conninfo
 from bridge.snapshot.tables import Piece, TableDescription  # noqa: TC001 - msgspec reads them
+from consumer_sdk.transport.passwords import PasswordSource
 from consumer_sdk.wire.subjects import Subjects
 
 ChunkFormat: TypeAlias = Literal["msgpack", "json", "arrow"]
@@ -36,17 +39,23 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class ServerAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a worker connects to PostgreSQL (`conninfo`) and to NATS (`nats`, its settings)."""
+    """How a worker connects to PostgreSQL (`conninfo`) and to NATS (`nats`, its settings).
+
+    A worker reads a password file, or runs the command, itself and for every connection.
+    """
 
     conninfo: str
     nats: dict[str, Any]
+    password_file: str = ""
+    password_command: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+    """The variables for the commands that print passwords."""
 
-
-class TrainedDictionary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A zstd dictionary and the id under which readers find it."""
-
-    id: str
-    content: bytes
+    @property
+    def login(self) -> Conninfo:
+        """The connection string for PostgreSQL, with the source of its password."""
+        source = PasswordSource(file=self.password_file, command=self.password_command)
+        return Conninfo(self.conninfo, source)
 
 
 class TableTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +65,7 @@ class TableTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot_id: str
     format: ChunkFormat
     zstd: bool
-    dictionary: TrainedDictionary | None
+    dictionary: ZstdDictionary | None
     train: bool
 
 

@@ -8,12 +8,12 @@ names and columns would be visible in it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from bridge.errors import Refused
 from bridge.events.values import ColumnType
 from bridge.postgres.publication import read_entry
-from consumer_sdk.wire.subjects import format_table_name
+from consumer_sdk.wire.subjects import format_table_name, quote_identifier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES: Final = 32 * 1024 * 1024
 FEWEST_BLOCKS: Final = 16
+LONGEST_SHOWN: Final = 100
 
 FIND_TABLE: Final = """
 SELECT c.oid, c.relkind, c.relispartition,
@@ -149,8 +150,9 @@ class TableDescription:
         known = {column.name for column in self.columns}
         missing = [name for name in names if name not in known]
         if missing:
+            shown = missing[0][:LONGEST_SHOWN]
             raise Refused(
-                f"table {self.name} publishes no column {missing[0]!r}; it publishes "
+                f"table {self.name} publishes no column {shown!r}; it publishes "
                 + ", ".join(column.name for column in self.columns)
             )
         kept = tuple(column for column in self.columns if column.name in names)
@@ -169,9 +171,16 @@ class Piece:
     end: int | None = None
 
 
+class MeasuredTable(NamedTuple):
+    """A table, and the sizes of its heaps, which do not belong to its description."""
+
+    description: TableDescription
+    sizes: tuple[HeapSize, ...]
+
+
 async def describe_table(
     connection: CatalogConnection, publication: str, schema: str, table: str
-) -> tuple[TableDescription, tuple[HeapSize, ...]]:
+) -> MeasuredTable:
     """Describe a table; Refused if it is unknown, not published or not readable."""
     name = format_table_name(schema, table)
     found = await (await connection.execute(FIND_TABLE, [schema, table])).fetchone()
@@ -214,7 +223,7 @@ async def describe_table(
         entry.row_filter,
         tuple(heaps),
     )
-    return description, tuple(sizes)
+    return MeasuredTable(description, tuple(sizes))
 
 
 def _text(value: str | bytes) -> str:
@@ -224,7 +233,7 @@ def _text(value: str | bytes) -> str:
 def _why_not_published(name: str, kind: str, is_partition: bool, publication: str) -> str:
     if kind not in ("r", "p"):
         return f"{name} is not a table; only tables are published"
-    remedy = f"ALTER PUBLICATION {publication} ADD TABLE {name}"
+    remedy = f"ALTER PUBLICATION {quote_identifier(publication)} ADD TABLE {name}"
     if is_partition:
         remedy = "ask for its partitioned root, or publish without publish_via_partition_root"
     elif kind == "p":

@@ -1,4 +1,7 @@
-"""The operator's HTTP port: health, status, metrics, shutdown and the dashboard page."""
+"""The operator's HTTP port: health, status, metrics, shutdown and the dashboard page.
+
+`access.py` says who may read and who may stop the bridge, `connections.py` limits connections.
+"""
 
 from __future__ import annotations
 
@@ -6,107 +9,51 @@ import asyncio
 import base64
 import errno
 import hashlib
-import hmac
-import ipaddress
 import json
 import logging
 import re
+import time
 from contextlib import suppress
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from bridge.errors import SettingsError
+from bridge.telemetry.access import PROBES, Access, HttpRefusal, is_loopback, refuse_foreign_host
+from bridge.telemetry.connections import (
+    IDLE_SECONDS,
+    Certificate,
+    Connections,
+    enlarge_queue,
+)
 from bridge.telemetry.metrics import registry_for, render
 from bridge.telemetry.status import History, is_alive, status_document
 from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable
 
     from bridge.telemetry.stats import BridgeStats
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def is_loopback(host: str) -> bool:
-    """True for localhost and loopback addresses; makes no DNS query."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
-
-
-def host_name(authority: str) -> str:
-    """The host of a `Host` header, in lower case, without port and brackets; empty if malformed."""
-    try:
-        return (urlsplit(f"//{authority}").hostname or "").rstrip(".")
-    except ValueError:
-        return ""
-
-
-def refuse_foreign_host(bound_host: str, headers: Mapping[str, str]) -> str | None:
-    """Why a request is refused, or None: on a loopback address it must name a loopback host."""
-    if is_loopback(bound_host) and not is_loopback(host_name(headers.get("Host", ""))):
-        return "this port answers only to requests for localhost"
-    return None
-
-
-def refuse_foreign_page(headers: Mapping[str, str]) -> str | None:
-    """Why a request is refused as coming from a foreign web page, or None."""
-    if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-        return "requests from other sites are refused"
-    origin = headers.get("Origin")
-    if origin is None:
-        return None
-    try:
-        netloc = urlsplit(origin).netloc
-    except ValueError:
-        netloc = ""
-    if not netloc or netloc.lower() != headers.get("Host", "").lower():
-        return "requests from other origins are refused"
-    return None
-
-
-def refuse_shutdown(
-    headers: Mapping[str, str], peer: str | None, admin_token: str | None
-) -> tuple[int, str] | None:
-    """Why this client may not stop the bridge, as (HTTP status, reason), or None if it may."""
-    foreign = refuse_foreign_page(headers)
-    if foreign is not None:
-        return 403, foreign
-    if admin_token:
-        scheme, _, given = headers.get("Authorization", "").partition(" ")
-        # aiohttp decodes invalid UTF-8 in a header to lone surrogates.
-        sent = given.strip().encode(errors="surrogateescape")
-        matches = hmac.compare_digest(sent, admin_token.encode())
-        if scheme.lower() != "bearer" or not matches:
-            return 401, "a valid bearer token is needed"
-        return None
-    if any(name in headers for name in ("Forwarded", "X-Forwarded-For", "X-Real-IP")):
-        return 403, "without BRIDGE_ADMIN_TOKEN, not through a proxy"
-    if peer is None or not is_loopback(peer):
-        return 403, "without BRIDGE_ADMIN_TOKEN, only from this machine"
-    if not is_loopback(host_name(headers.get("Host", ""))):
-        return 403, "without BRIDGE_ADMIN_TOKEN, only for localhost"
-    return None
-
-
 log = logging.getLogger("bridge.http")
 
-MAX_CONNECTIONS = 128
-IDLE_TIMEOUT_SECONDS = 30.0
+WRONG_TOKEN_SECONDS = 0.5
+"""How long the answer to a wrong token takes, against guessing."""
+REFUSALS_LOGGED_SECONDS = 10.0
+"""How often refused requests are logged, against a flood of log lines."""
 _STREAM_NAME = re.compile(r"[^\s.*>/\\\x00-\x1f]{1,255}\Z")
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 _HEADERS = {
     "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
+    "Server": "tailrace",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
@@ -121,14 +68,17 @@ class HttpServer:
         *,
         host: str = "127.0.0.1",
         port: int = 9090,
-        admin_token: str | None = None,
+        access: Access | None = None,
+        certificate: Certificate | None = None,
         request_shutdown: Callable[[], None],
         stream_info: Callable[[str], Awaitable[dict[str, Any] | None]],
     ) -> None:
         self.host = host
         self.port = port
         self._stats = stats
-        self._admin_token = admin_token
+        self._access = access or Access()
+        self._certificate = certificate
+        self._local = is_loopback(host)
         self._request_shutdown = request_shutdown
         self._stream_info = stream_info
         self._registry = registry_for(stats)
@@ -136,8 +86,11 @@ class HttpServer:
         self._page = files("bridge.telemetry").joinpath("dashboard/index.html").read_bytes()
         self._page_headers = _HEADERS | {"Content-Security-Policy": _policy(self._page.decode())}
         self._runner: web.AppRunner | None = None
+        self._connections: Connections | None = None
         self._server: asyncio.Server | None = None
-        self._sampling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._refusals = 0
+        self._refusals_logged_at = -REFUSALS_LOGGED_SECONDS
 
     async def start(self) -> None:
         """Listen and set `port` to the bound port; SettingsError if that is not possible."""
@@ -157,44 +110,74 @@ class HttpServer:
             app,
             access_log=None,
             logger=quiet,
-            keepalive_timeout=IDLE_TIMEOUT_SECONDS,
+            keepalive_timeout=IDLE_SECONDS,
+            lingering_time=1.0,
             shutdown_timeout=1.0,
         )
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._connections = Connections(self._runner.server, self._certificate)
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(self._accept, self.host, self.port)
+            self._server = await loop.create_server(self._connections.accept, self.host, self.port)
         except (OSError, OverflowError) as error:
             await self._runner.cleanup()
             raise _cannot_listen(self.host, self.port, error) from error
-        self.port = self._server.sockets[0].getsockname()[1]
-        self._sampling = asyncio.create_task(self._history.run(), name="status-history")
-        event(log, "http listening", host=self.host, port=self.port)
+        enlarge_queue(self._server)
+        names = [bound.getsockname() for bound in self._server.sockets]
+        self.port = names[0][1]
+        # A name such as localhost may stand for any address.
+        self._local = all(is_loopback(name[0]) for name in names)
+        self._tasks = [
+            asyncio.create_task(self._history.run(), name="status-history"),
+            asyncio.create_task(self._close_overdue(), name="http-deadlines"),
+        ]
+        self._log_listening()
 
     async def stop(self) -> None:
         """Stop listening and close all connections."""
-        if self._sampling is not None:
-            self._sampling.cancel()
+        for task in self._tasks:
+            task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._sampling
+                await task
         if self._server is not None:
             self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._connections is not None:
+            self._connections.close_all()
 
-    def _accept(self) -> asyncio.Protocol:
-        assert self._runner is not None
-        server = self._runner.server
-        assert server is not None
-        if len(server.connections) >= MAX_CONNECTIONS:
-            return _Refusal()
-        return server()
+    def _log_listening(self) -> None:
+        access = self._access
+        readers = "local" if self._local else "all" if access.open else "token"
+        if readers == "token" and not access.tokens:
+            readers = "none"
+        event(
+            log, "http listening", host=self.host, port=self.port,
+            tls=self._certificate is not None, readers=readers,
+        )  # fmt: skip
+        if readers == "none":
+            event(
+                log, "http pages closed", level=logging.WARNING,
+                reason="without a token only /health and /ready answer on this address",
+                remedy="set BRIDGE_READ_TOKEN or BRIDGE_ADMIN_TOKEN; --http-open allows everyone",
+            )  # fmt: skip
+
+    async def _close_overdue(self) -> None:
+        assert self._connections is not None
+        while True:
+            await asyncio.sleep(1.0)
+            self._connections.close_overdue()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        foreign = refuse_foreign_host(self.host, request.headers)
-        if foreign is not None:
-            return _json({"error": foreign}, status=403)
+        if self._connections is not None:
+            self._connections.note_request(request.protocol)
+        refusal = refuse_foreign_host(request.headers, local=self._local)
+        if refusal is None and request.path not in (*PROBES, "/shutdown"):
+            refusal = self._access.refuse_read(request.headers, local=self._local)
+        if refusal is not None:
+            return await self._refuse(request, refusal)
         try:
             return await handler(request)
         except web.HTTPException as answer:
@@ -249,25 +232,34 @@ class HttpServer:
         return _json(document)
 
     async def _post_shutdown(self, request: web.Request) -> web.Response:
-        peername = request.transport.get_extra_info("peername") if request.transport else None
-        peer = str(peername[0]) if isinstance(peername, tuple) else None
-        refusal = refuse_shutdown(request.headers, peer, self._admin_token)
+        peer = _peer(request)
+        refusal = self._access.refuse_shutdown(request.headers, peer)
         if refusal is not None:
-            status, reason = refusal
-            event(log, "shutdown refused", level=logging.WARNING, peer=peer, reason=reason)
-            headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-            return _json({"error": reason}, status=status, headers=headers)
+            return await self._refuse(request, refusal)
         event(log, "shutdown requested", peer=peer)
         self._request_shutdown()
         return _json({"status": "shutting down"}, status=202)
 
+    async def _refuse(self, request: web.Request, refusal: HttpRefusal) -> web.Response:
+        self._refusals += 1
+        now = time.monotonic()
+        if now - self._refusals_logged_at >= REFUSALS_LOGGED_SECONDS:
+            event(
+                log, "request refused", level=logging.WARNING, peer=_peer(request),
+                method=request.method, reason=refusal.reason, refused=self._refusals,
+            )  # fmt: skip
+            self._refusals, self._refusals_logged_at = 0, now
+        if refusal.guessed:
+            await asyncio.sleep(WRONG_TOKEN_SECONDS)
+        headers = {}
+        if refusal.scheme:
+            headers["WWW-Authenticate"] = f'{refusal.scheme} realm="tailrace"'
+        return _json({"error": refusal.reason}, status=refusal.status, headers=headers)
 
-class _Refusal(asyncio.Protocol):
-    """Closes a connection beyond the limit, so that clients cannot use up file descriptors."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
+def _peer(request: web.Request) -> str | None:
+    name = request.transport.get_extra_info("peername") if request.transport else None
+    return str(name[0]) if isinstance(name, tuple) else None
 
 
 def _json(

@@ -191,6 +191,12 @@ def _tables(stats: BridgeStats) -> Iterator[Metric]:
 
 
 def _snapshots(stats: BridgeStats) -> Iterator[Metric]:
+    requests = CounterMetricFamily(
+        "bridge_snapshot_requests", "Snapshot requests by what became of them", labels=["outcome"]
+    )
+    for outcome, count in stats.snapshot_requests.items():
+        requests.add_metric([outcome], count)
+    yield requests
     labels = ["table", "snapshot_id"]
     running = [(key, one) for key, one in stats.snapshots.items() if one.finished_at is None]
     yield GaugeMetricFamily("bridge_snapshots_running", "Snapshots under way", value=len(running))

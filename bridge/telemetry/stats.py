@@ -27,6 +27,7 @@ class State(StrEnum):
 
 
 ENDED_STATES = frozenset({State.STOPPED, State.FAILED})
+WarningSeverity = Literal["warning", "critical"]
 SnapshotState = Literal["waiting", "copying", "done", "failed", "cancelled"]
 
 MOST_COUNTERS = 1000
@@ -38,6 +39,9 @@ LATENCY_BOUNDS_SECONDS = (
 )  # fmt: skip
 BATCH_BOUNDS_EVENTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 5000.0)
 FINISHED_SNAPSHOTS_KEPT = 20
+REQUEST_OUTCOMES = ("granted", "refused", "busy", "dropped", "ignored")
+"""What became of a snapshot request: `busy` may succeed later, `dropped` got no answer because of
+too many others, `ignored` had a reply subject that is no inbox."""
 
 
 class Histogram:
@@ -93,7 +97,7 @@ class StatusWarning:
 
     text: str
     remedy: str
-    severity: Literal["warning", "critical"] = "warning"
+    severity: WarningSeverity = "warning"
 
 
 class BridgeStats:
@@ -125,6 +129,8 @@ class BridgeStats:
 
         self.is_connected = False
         self.nats_connected = False
+        self.nats_refused_at: float | None = None
+        """Since when NATS refuses the login, on the monotonic clock; None if it does not."""
         self.reconnect_count = 0
         self.nats_reconnect_count = 0
 
@@ -151,6 +157,7 @@ class BridgeStats:
         self.batches = Histogram(BATCH_BOUNDS_EVENTS)
         self.per_table: dict[str, TableStats] = {}
         self.snapshots: dict[str, SnapshotGauge] = {}
+        self.snapshot_requests = dict.fromkeys(REQUEST_OUTCOMES, 0)
         self.warnings: dict[str, StatusWarning] = {}
 
         self.observe_batch = self.batches.observe
@@ -170,13 +177,7 @@ class BridgeStats:
             found = self.per_table.setdefault(token, TableStats())
         return found
 
-    def warn(
-        self,
-        key: str,
-        text: str,
-        remedy: str,
-        severity: Literal["warning", "critical"] = "warning",
-    ) -> bool:
+    def warn(self, key: str, text: str, remedy: str, severity: WarningSeverity = "warning") -> bool:
         """Show a warning until it is cleared; True if it is new or its severity has changed."""
         before = self.warnings.get(key)
         self.warnings[key] = StatusWarning(text, remedy, severity)

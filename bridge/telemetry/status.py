@@ -23,11 +23,20 @@ if TYPE_CHECKING:
 
 TABLES_LISTED = 500
 SAMPLES_KEPT = 600
+REFUSED_SECONDS = 300.0
+"""For so long a refused login may be a rotation of credentials."""
 
 
 def is_alive(stats: BridgeStats) -> bool:
-    """False if streaming has ended and the bridge does not try again."""
-    return stats.state not in ENDED_STATES
+    """False if streaming has ended and trying again is of no use.
+
+    The bridge does not try again, or NATS has refused its login for minutes: a new process may have
+    other credentials in its environment.
+    """
+    if stats.state in ENDED_STATES:
+        return False
+    since = stats.nats_refused_at
+    return since is None or time.monotonic() - since < REFUSED_SECONDS
 
 
 def health_word(stats: BridgeStats) -> str:

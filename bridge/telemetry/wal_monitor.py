@@ -7,17 +7,19 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from bridge.errors import Retryable, SourceError
 from bridge.postgres.connection import connect_catalog
 from bridge.postgres.errors import DriverError, one_line
+from bridge.telemetry.stats import State
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
+from consumer_sdk.wire.escaping import sql_literal
 
 if TYPE_CHECKING:
     from bridge.postgres.connection import CatalogConnection
-    from bridge.telemetry.stats import BridgeStats
+    from bridge.telemetry.stats import BridgeStats, WarningSeverity
 
 HEADROOM_WARNING_SECONDS = 1800.0
 HEADROOM_CRITICAL_SECONDS = 300.0
@@ -51,19 +53,41 @@ class SlotReading:
 
 
 @dataclass(slots=True, frozen=True)
-class Holder:
-    """A long-running writing transaction, and the statement that ends it."""
+class OpenTransaction:
+    """A transaction of a session, or a prepared one, which has an identifier instead."""
 
-    who: str
+    pid: int | None
+    gid: str | None
+
+    @property
+    def who(self) -> str:
+        if self.gid is None:
+            return f"session {self.pid}"
+        return f"prepared transaction {sql_literal(self.gid)}"
+
+    @property
+    def end_statement(self) -> str:
+        """The SQL that ends it."""
+        if self.gid is None:
+            return f"SELECT pg_catalog.pg_terminate_backend({self.pid})"
+        return f"ROLLBACK PREPARED {sql_literal(self.gid)}"
+
+
+@dataclass(slots=True, frozen=True)
+class Holder:
+    """A long-running writing transaction, and who runs it."""
+
+    transaction: OpenTransaction
     user: str
     application: str
     state: str
     seconds: float
-    statement: str
 
     def describe(self) -> str:
         parts = [part for part in (self.user, self.application, self.state) if part]
-        return f"{self.who} ({', '.join(parts)}) open for {format_duration(self.seconds)}"
+        return (
+            f"{self.transaction.who} ({', '.join(parts)}) open for {format_duration(self.seconds)}"
+        )
 
 
 def format_bytes(count: float) -> str:
@@ -84,15 +108,37 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def judge_slot(
-    stats: BridgeStats, slot: str, reading: SlotReading, holders: list[Holder]
-) -> dict[str, bool]:
+@dataclass(slots=True, frozen=True)
+class WalLimits:
+    """The monitor warns when this many bytes of WAL are not confirmed."""
+
+    warning_bytes: int = 512 * 1024**2
+    critical_bytes: int = 1024**3
+
+    def severity(self, lag_bytes: int) -> WarningSeverity | None:
+        """How serious this lag is; None if it is normal."""
+        if lag_bytes >= self.critical_bytes:
+            return "critical"
+        return "warning" if lag_bytes >= self.warning_bytes else None
+
+
+@dataclass(slots=True, frozen=True)
+class SlotFindings:
+    """What the monitor has found out about a slot."""
+
+    slot: str
+    reading: SlotReading
+    holders: list[Holder]
+    headroom_seconds: float | None
+    """Time until the slot is lost at the present rate; None if it is not in danger."""
+
+
+def judge_slot(stats: BridgeStats, found: SlotFindings, limits: WalLimits) -> dict[str, bool]:
     """Set and clear the WAL warnings; return the keys of those set, with True for new ones."""
+    slot, reading, holders = found.slot, found.reading, found.holders
     shown: dict[str, bool] = {}
 
-    def decide(
-        key: str, severity: Literal["warning", "critical"] | None, text: str, remedy: str
-    ) -> None:
+    def decide(key: str, severity: WarningSeverity | None, text: str, remedy: str) -> None:
         if severity is None:
             stats.clear_warning(key)
         else:
@@ -101,10 +147,10 @@ def judge_slot(
     if not reading.exists:
         for key in ("wal-lag", "wal-status", "wal-headroom", "slot-held-back"):
             stats.clear_warning(key)
-        missing: Literal["critical"] | None = "critical" if stats.state == "streaming" else None
         decide(
             "slot-missing",
-            missing,
+            # Without a slot, a bridge that does not stream yet creates one.
+            "critical" if stats.state == State.STREAMING else None,
             f"replication slot {slot} does not exist",
             "it was dropped; restart the bridge, which reports whether continuity is lost",
         )
@@ -113,7 +159,7 @@ def judge_slot(
 
     decide(
         "wal-lag",
-        _lag_severity(stats, reading.lag_bytes),
+        limits.severity(reading.lag_bytes),
         f"{format_bytes(reading.lag_bytes)} of WAL are not confirmed yet",
         _lag_remedy(stats),
     )
@@ -126,39 +172,33 @@ def judge_slot(
         LOST_REMEDY.format(slot=slot)
         if reading.wal_status == "lost"
         else "raise the limit now: ALTER SYSTEM SET max_slot_wal_keep_size = '...'; "
-        "SELECT pg_reload_conf(); then let the bridge catch up",
+        "SELECT pg_catalog.pg_reload_conf(); then let the bridge catch up",
     )
     decide(
         "wal-headroom",
-        _headroom_severity(stats.wal_headroom_seconds),
-        "at the present rate the slot is lost in "
-        + format_duration(stats.wal_headroom_seconds or 0),
+        _headroom_severity(found.headroom_seconds),
+        f"at the present rate the slot is lost in {format_duration(found.headroom_seconds or 0)}",
         "raise max_slot_wal_keep_size (reload is enough) or remove what holds the slot back",
     )
-    held = holders and reading.retained_bytes >= stats.wal_warning_bytes // 8
+    held = holders and reading.retained_bytes >= limits.warning_bytes // 8
     decide(
         "slot-held-back",
         "warning" if held else None,
         f"PostgreSQL keeps {format_bytes(reading.retained_bytes)} of WAL for "
         + "; ".join(holder.describe() for holder in holders),
-        "end it: " + "; ".join(holder.statement for holder in holders[:1]),
+        "end it: " + "; ".join(holder.transaction.end_statement for holder in holders[:1]),
     )
     return shown
 
 
-def _lag_severity(stats: BridgeStats, lag: int) -> Literal["warning", "critical"] | None:
-    if lag >= stats.wal_critical_bytes:
-        return "critical"
-    return "warning" if lag >= stats.wal_warning_bytes else None
-
-
-def _headroom_severity(seconds: float | None) -> Literal["warning", "critical"] | None:
+def _headroom_severity(seconds: float | None) -> WarningSeverity | None:
     if seconds is None or seconds >= HEADROOM_WARNING_SECONDS:
         return None
     return "critical" if seconds < HEADROOM_CRITICAL_SECONDS else "warning"
 
 
 def _lag_remedy(stats: BridgeStats) -> str:
+    """The remedy that the operator reads, by what the statistics show at this moment."""
     if not stats.nats_connected:
         return "NATS is away: bring it back, the bridge goes on by itself"
     if not stats.is_connected:
@@ -184,31 +224,34 @@ SELECT s.slot_name IS NOT NULL,
        coalesce(s.restart_lsn - '0/0'::pg_lsn, 0)::bigint,
        coalesce(s.confirmed_flush_lsn - '0/0'::pg_lsn, 0)::bigint,
        (w.lsn - '0/0'::pg_lsn)::bigint,
-       (SELECT setting::bigint * 1024 * 1024 FROM pg_settings
+       (SELECT setting::bigint * 1024 * 1024 FROM pg_catalog.pg_settings
          WHERE name = 'max_slot_wal_keep_size' AND setting <> '-1')
-  FROM (SELECT CASE WHEN pg_is_in_recovery()
-                    THEN coalesce(pg_last_wal_receive_lsn(), pg_last_wal_replay_lsn())
-                    ELSE pg_current_wal_lsn() END AS lsn) w
-  LEFT JOIN pg_replication_slots s ON s.slot_name = %s
+  FROM (SELECT CASE WHEN pg_catalog.pg_is_in_recovery()
+                    THEN coalesce(pg_catalog.pg_last_wal_receive_lsn(),
+                                  pg_catalog.pg_last_wal_replay_lsn())
+                    ELSE pg_catalog.pg_current_wal_lsn() END AS lsn) w
+  LEFT JOIN pg_catalog.pg_replication_slots s ON s.slot_name = %s
 """
 
 # Decoding must restart before the first record of the oldest writing transaction of any database,
 # so that transaction holds restart_lsn back.
 _HOLDERS = """
-SELECT 'session ' || pid, coalesce(usename, ''), coalesce(application_name, ''),
-       coalesce(state, ''), extract(epoch FROM now() - xact_start)::float8,
-       format('SELECT pg_terminate_backend(%%s)', pid)
-  FROM pg_stat_activity
- WHERE backend_xid IS NOT NULL AND xact_start < now() - make_interval(secs => %(seconds)s)
+SELECT pid, NULL, coalesce(usename, ''), coalesce(application_name, ''), coalesce(state, ''),
+       extract(epoch FROM pg_catalog.now() - xact_start)::float8
+  FROM pg_catalog.pg_stat_activity
+ WHERE backend_xid IS NOT NULL
+   AND xact_start < pg_catalog.now() - pg_catalog.make_interval(secs => %(seconds)s)
 UNION ALL
-SELECT 'prepared transaction ' || quote_literal(gid), owner::text, '', 'prepared',
-       extract(epoch FROM now() - prepared)::float8,
-       format('ROLLBACK PREPARED %%L', gid)
-  FROM pg_prepared_xacts
- WHERE prepared < now() - make_interval(secs => %(seconds)s)
- ORDER BY 5 DESC
+SELECT NULL, gid, owner::text, '', 'prepared',
+       extract(epoch FROM pg_catalog.now() - prepared)::float8
+  FROM pg_catalog.pg_prepared_xacts
+ WHERE prepared < pg_catalog.now() - pg_catalog.make_interval(secs => %(seconds)s)
+ ORDER BY 6 DESC
  LIMIT 5
 """
+
+
+DEFAULT_LIMITS = WalLimits()
 
 
 @dataclass(slots=True, frozen=True)
@@ -229,22 +272,23 @@ class WalMonitor:
         conninfo: str,
         slot: str,
         stats: BridgeStats,
+        limits: WalLimits = DEFAULT_LIMITS,
+        *,
         interval: float = 30.0,
-        warn_bytes: int = 512 * 1024**2,
-        critical_bytes: int = 1024**3,
         long_transaction_seconds: float = 300.0,
     ) -> None:
         self._conninfo = conninfo
         self._slot = slot
         self._stats = stats
+        self._limits = limits
         self._interval = interval
         self._long_transaction_seconds = long_transaction_seconds
         self._connection: CatalogConnection | None = None
         self._points: deque[_Point] = deque()
         self._holders: list[Holder] = []
         self._away = False
-        stats.wal_warning_bytes = warn_bytes
-        stats.wal_critical_bytes = critical_bytes
+        stats.wal_warning_bytes = limits.warning_bytes
+        stats.wal_critical_bytes = limits.critical_bytes
 
     async def run(self) -> None:
         """Check until cancelled, then close the connection."""
@@ -258,7 +302,7 @@ class WalMonitor:
                     next_full = time.monotonic() + self._interval
                 await asyncio.sleep(pause)
         finally:
-            await self._close()
+            await self.close()
 
     async def check_once(self, *, with_holders: bool = True) -> None:
         """Read the slot once and update the warnings; raises the driver's errors."""
@@ -269,24 +313,25 @@ class WalMonitor:
         reading = SlotReading(*row)
         if with_holders:
             cursor = await connection.execute(_HOLDERS, {"seconds": self._long_transaction_seconds})
-            self._holders = [Holder(*one) for one in await cursor.fetchall()]
-        self._store(reading)
-        for key, fresh in judge_slot(self._stats, self._slot, reading, self._holders).items():
+            self._holders = [
+                Holder(OpenTransaction(pid, gid), *rest)
+                for pid, gid, *rest in await cursor.fetchall()
+            ]
+        headroom = self._headroom(reading)
+        self._store(reading, headroom)
+        found = SlotFindings(self._slot, reading, self._holders, headroom)
+        for key, fresh in judge_slot(self._stats, found, self._limits).items():
             if fresh:
                 warning = self._stats.warnings[key]
                 level = logging.ERROR if warning.severity == "critical" else logging.WARNING
                 event(log, warning.text, level=level, key=key, remedy=warning.remedy)
-
-    async def close(self) -> None:
-        """Close the connection; `run` does so itself."""
-        await self._close()
 
     async def _try_check(self, *, with_holders: bool) -> bool:
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 await self.check_once(with_holders=with_holders)
         except (DriverError, Retryable, SourceError, OSError, TimeoutError) as error:
-            await self._close()
+            await self.close()
             await stay_cancelled()
             if not self._away:
                 self._away = True
@@ -298,8 +343,8 @@ class WalMonitor:
             event(log, "wal monitor reads again")
         return True
 
-    def _store(self, reading: SlotReading) -> None:
-        stats, now = self._stats, time.monotonic()
+    def _store(self, reading: SlotReading, headroom: float | None) -> None:
+        stats = self._stats
         stats.wal_checked_at = time.time()
         stats.slot_active = reading.active
         stats.wal_status = reading.wal_status
@@ -308,13 +353,15 @@ class WalMonitor:
         stats.max_slot_wal_keep_bytes = reading.limit_bytes
         stats.wal_lag_bytes = reading.lag_bytes
         stats.retained_wal_bytes = reading.retained_bytes
+        stats.wal_headroom_seconds = headroom
+
+    def _headroom(self, reading: SlotReading) -> float | None:
+        """The time until the slot is lost, if the retained WAL grows as it did until now."""
+        # restart_lsn advances in steps, so the growth is measured over two minutes.
+        now = time.monotonic()
         self._points.append(_Point(now, reading.retained_bytes))
         while now - self._points[0].at > RATE_WINDOW_SECONDS:
             self._points.popleft()
-        stats.wal_headroom_seconds = self._headroom(reading)
-
-    def _headroom(self, reading: SlotReading) -> float | None:
-        # restart_lsn advances in steps, so the growth is measured over two minutes.
         if reading.safe_wal_size is None:
             return None
         first, last = self._points[0], self._points[-1]
@@ -329,7 +376,8 @@ class WalMonitor:
             await self._connection.execute("SET statement_timeout = '5s'")
         return self._connection
 
-    async def _close(self) -> None:
+    async def close(self) -> None:
+        """Close the connection; the next check opens another one."""
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await connection.close()

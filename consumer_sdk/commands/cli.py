@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from consumer_sdk.commands.options import Parser
-from consumer_sdk.commands.terminal import printable
 from consumer_sdk.errors import CdcError
+from consumer_sdk.launch.commands import INTERRUPTED
 from consumer_sdk.transport.version import __version__
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ DESCRIPTION = "Read the change stream of a PostgreSQL database, and keep replica
 EPILOG = """\
 TABLE is written as in SQL: users, sales.orders, sales."Odd Table.1" (mind the shell's quotes).
 NATS is found by --nats and --prefix, or by NATS_URL (or NATS_HOST, NATS_PORT, NATS_BRIDGE_USER,
-NATS_BRIDGE_PASSWORD), NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY and BRIDGE_PREFIX.
+NATS_BRIDGE_PASSWORD, NATS_PASSWORD_FILE or NATS_PASSWORD_COMMAND), NATS_CREDS, NATS_NKEY, NATS_CA,
+NATS_CERT, NATS_KEY, NATS_TLS_FIRST and BRIDGE_PREFIX.
 Exit codes: 0 fine, 1 the answer is no, 2 bad usage or settings, 3 NATS, bridge or target not
 usable as configured, 4 data at risk.
 """
@@ -36,7 +37,6 @@ _COMMANDS = {
     "verify": ("verify", "compare a replica with its source"),
 }
 """The module of this package that declares and runs each subcommand, and its help text."""
-INTERRUPTED = 130
 LONGEST_LINE = 1000
 
 
@@ -81,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
         code: int = asyncio.run(parsed.run(parsed))
         return code
     except CdcError as error:
-        print(f"cdc: {printable(_one_line(error))}", file=sys.stderr)
+        print(f"cdc: {_one_line(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         # An interrupt is the normal end of `tail`.
@@ -98,6 +98,10 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _one_line(error: Exception) -> str:
+    # --help needs neither of them.
+    from consumer_sdk.transport.logfmt import mask_secrets
+    from consumer_sdk.wire.escaping import printable
+
     # An error may quote a message of another program, of any length.
-    line = " ".join(str(error).split())
-    return line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + "…"
+    line = mask_secrets(" ".join(str(error).split()))
+    return printable(line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + "…")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from consumer_sdk.commands.terminal import printable_json
 from consumer_sdk.errors import CorruptData, TargetError, UsageError
 from consumer_sdk.targets.stored_values import postgres_encoder
+from consumer_sdk.transport.private_files import create_private, mode_of, resolve_own
 from consumer_sdk.wire.envelope import to_json_value
 from consumer_sdk.wire.errors import MISFITS
+from consumer_sdk.wire.escaping import printable_json
 from consumer_sdk.wire.jsonb import jsonb_text
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ def open_row_file(out: str | None) -> RowFile:
     path = Path(out)
     if not path.parent.is_dir():
         raise UsageError(f"no such directory: {path.parent}")
+    try:
+        path = resolve_own(path)
+    except OSError as error:
+        raise write_error(path, error) from error
     if path.suffix == ".jsonl":
         return _JsonLines(path)
     if path.suffix == ".csv":
@@ -64,6 +70,20 @@ def open_row_file(out: str | None) -> RowFile:
 def temporary_path(path: Path) -> Path:
     """The temporary name of a file until it is complete."""
     return path.with_name(f".{path.name}.part")
+
+
+def create_temporary(path: Path) -> int:
+    """Create the file under its temporary name, with the mode of the file it will replace.
+
+    A new file is readable by its owner alone.
+    """
+    temporary = temporary_path(path)
+    try:
+        # What an earlier run has left, or anybody's link.
+        temporary.unlink(missing_ok=True)
+        return create_private(temporary, mode_of(path))
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 def write_error(path: Path, error: OSError) -> TargetError:
@@ -111,12 +131,9 @@ class _TextFile(ABC):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._file: IO[str] | None = temporary_path(path).open(
-                "w", encoding="utf-8", newline=""
-            )
-        except OSError as error:
-            raise write_error(path, error) from error
+        self._file: IO[str] | None = os.fdopen(
+            create_temporary(path), "w", encoding="utf-8", newline=""
+        )
 
     @abstractmethod
     def begin(self, columns: Sequence[Column]) -> None: ...

@@ -11,11 +11,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.options import CREDENTIALS_ADVICE, add_shared_options, open_client
-from consumer_sdk.commands.terminal import is_terminal, printable
+from consumer_sdk.commands.terminal import is_terminal
 from consumer_sdk.errors import UsageError
+from consumer_sdk.launch.commands import INTERRUPTED
 from consumer_sdk.mirror.runner import Mirror
 from consumer_sdk.targets.target_url import display_url, open_target
 from consumer_sdk.transport.logfmt import quote_logfmt
+from consumer_sdk.wire.escaping import printable
 from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 REDRAW_SECONDS = 0.5
 REPORT_SECONDS = 10.0
-INTERRUPTED = 130
 
 
 def add_arguments(subparsers: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from consumer_sdk.errors import UsageError
 from consumer_sdk.transport.version import __version__
@@ -77,5 +77,5 @@ def count(text: str) -> int:
 class Parser(argparse.ArgumentParser):
     """Raises UsageError, in one line, for wrong arguments."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")

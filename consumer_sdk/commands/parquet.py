@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from datetime import date, datetime
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from consumer_sdk.commands.files import mismatch, temporary_path, write_error
+from consumer_sdk.commands.files import (
+    create_temporary,
+    mismatch,
+    temporary_path,
+    write_error,
+)
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.arrow_types import DECIMAL, arrow_type
 from consumer_sdk.wire.errors import MISFITS
@@ -40,6 +47,7 @@ class ParquetFile:
         self._parquet = pyarrow.parquet
         self._path = path
         self._writer: Any = None
+        self._file: IO[bytes] | None = None
         self._columns: list[tuple[str, Any, _Converter | None]] = []
 
     def begin(self, columns: Sequence[Column]) -> None:
@@ -51,10 +59,9 @@ class ParquetFile:
             convert = _converter(column, decimal=kind.name == DECIMAL)
             self._columns.append((column.name, kind.build(pa), convert))
         self._schema = pa.schema([(name, kind) for name, kind, _ in self._columns])
+        self._file = os.fdopen(create_temporary(self._path), "wb")
         try:
-            self._writer = self._parquet.ParquetWriter(
-                temporary_path(self._path), self._schema, compression="zstd"
-            )
+            self._writer = self._parquet.ParquetWriter(self._file, self._schema, compression="zstd")
         except OSError as error:
             raise write_error(self._path, error) from error
 
@@ -85,18 +92,26 @@ class ParquetFile:
             raise write_error(self._path, error) from error
 
     def finish(self) -> None:
+        assert self._file is not None
         try:
             self._writer.close()
+            self._file.close()
             temporary_path(self._path).replace(self._path)
         except OSError as error:
             raise write_error(self._path, error) from error
-        self._writer = None
+        self._writer = self._file = None
 
     def abandon(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-            temporary_path(self._path).unlink(missing_ok=True)
+        if self._file is None:
+            return
+        # What is still buffered may not fit on the disk, and is not wanted.
+        with suppress(OSError):
+            if self._writer is not None:
+                self._writer.close()
+        with suppress(OSError):
+            self._file.close()
+        self._writer = self._file = None
+        temporary_path(self._path).unlink(missing_ok=True)
 
 
 def _converter(column: Column, decimal: bool) -> _Converter | None:

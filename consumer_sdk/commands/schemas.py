@@ -7,7 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.options import add_shared_options, open_client
-from consumer_sdk.commands.terminal import Paint, columns, printable, printable_json
+from consumer_sdk.commands.terminal import Paint, columns
+from consumer_sdk.wire.escaping import printable, printable_json
 from consumer_sdk.wire.position import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
 

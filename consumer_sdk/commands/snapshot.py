@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.files import open_row_file
 from consumer_sdk.commands.options import add_shared_options, open_client, seconds
-from consumer_sdk.commands.terminal import ProgressLine, printable, printable_json
+from consumer_sdk.commands.terminal import ProgressLine
 from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.column_types import Column
+from consumer_sdk.wire.escaping import printable, printable_json
 from consumer_sdk.wire.position import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
 

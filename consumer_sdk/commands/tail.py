@@ -10,10 +10,11 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.commands.options import add_shared_options, count, open_client
-from consumer_sdk.commands.terminal import Paint, printable, printable_json, reader_closed
+from consumer_sdk.commands.terminal import Paint, reader_closed
 from consumer_sdk.errors import CorruptData
 from consumer_sdk.wire.envelope import to_json_value
 from consumer_sdk.wire.errors import MISFITS
+from consumer_sdk.wire.escaping import printable, printable_json
 from consumer_sdk.wire.position import format_lsn
 from consumer_sdk.wire.subjects import format_table_name
 

@@ -1,15 +1,16 @@
-"""Output for terminals: colours, a progress line, and text without control characters."""
+"""Output for terminals: colours and a progress line."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 import select
 import shutil
 import sys
 import time
 from typing import TYPE_CHECKING, Final, TextIO
+
+from consumer_sdk.wire.escaping import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +24,6 @@ _CODES: Final = {
     "dim": "2",
     "bold": "1",
 }
-# Characters that JSON need not escape: DEL, C1, line separators, directions, lone surrogates.
-_CONTROLS: Final = re.compile(
-    "[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 _REDRAW_SECONDS: Final = 0.1
 _CHECK_SECONDS: Final = 0.25
 
@@ -76,23 +73,6 @@ class Paint:
 
     def __call__(self, colour: str, text: str) -> str:
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self._on else text
-
-
-def printable(text: str) -> str:
-    """The text with every character that is not printable written as an escape."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else _escape(char) for char in text)
-
-
-def printable_json(text: str) -> str:
-    """The same JSON with control characters escaped; line ends stay."""
-    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def _escape(char: str) -> str:
-    code = ord(char)
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:

@@ -13,10 +13,10 @@ from consumer_sdk.commands.options import (
     open_client,
     seconds,
 )
-from consumer_sdk.commands.terminal import printable, printable_json
 from consumer_sdk.targets.target_url import split_url
 from consumer_sdk.verify.table_side import require_conninfo
 from consumer_sdk.verify.verify import verify
+from consumer_sdk.wire.escaping import printable, printable_json
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Save
 from consumer_sdk.mirror.followed import SourceState, follow_source
@@ -43,6 +43,13 @@ SPILL_EVENTS = 2000
 _UNCOUNTED = frozenset({"SCHEMA", "PROGRESS", "MESSAGE"})
 
 
+class _Owner(NamedTuple):
+    """The source that publishes a table, and the sequence up to which the table has been read."""
+
+    source: str
+    read_through: int
+
+
 class HandOff:
     """Decides what to do with every event of a stream, starting from the state of a target.
 
@@ -63,7 +70,7 @@ class HandOff:
         self._discover = discover
         self._spill_events = spill_events
         self._sources: dict[str, FollowedSource] = {}
-        self._owners: dict[TableName, tuple[str, int] | None] = {}
+        self._owners: dict[TableName, _Owner | None] = {}
         self._queue: dict[FollowedCopy, list[Event]] = {}
         self._actions: list[Action] = []
         copies = [copy for copy in state.copies if not copy.retired]
@@ -79,10 +86,12 @@ class HandOff:
             source = follow_source(name, state.positions.get(name), own_live, own_next)
             self._sources[name] = source
             for table, copy in source.copies.items():
-                self._owners[table] = (name, source.read_so_far(copy))
+                self._owners[table] = _Owner(name, source.read_so_far(copy))
         for table, planned in next_copies.items():
-            # A next copy may have another source than the live copy, and any until it is loaded.
-            self._owners[table] = (planned.source, planned.stream_seq) if planned.loaded else None
+            # The source of a next copy may differ from that of the live copy, and is known only
+            # when the next copy is loaded.
+            loaded = planned.loaded
+            self._owners[table] = _Owner(planned.source, planned.stream_seq) if loaded else None
 
     @property
     def following(self) -> bool:
@@ -376,7 +385,11 @@ class HandOff:
             return
         if name in self._owners:
             owner = self._owners[name]
-            if owner is not None and owner[0] != event.source and stream_seq > owner[1]:
+            if (
+                owner is not None
+                and owner.source != event.source
+                and stream_seq > owner.read_through
+            ):
                 raise RepairNeeded(f"source {event.source} publishes it now", [name])
         elif self._discover:
             self.discovered.add(name)

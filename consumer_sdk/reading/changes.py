@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from consumer_sdk.reading.decoder import EventDecoder, Stored
 from consumer_sdk.reading.transactions import COUNTED
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.envelope import Event
 
 __all__ = ["ChangeFeed", "Stored"]
+
+_BEFORE_ALL: Final = (-1, -1)
+"""LSN and ordinal before those of every event."""
 
 
 class ChangeFeed:
@@ -101,7 +104,7 @@ class ChangeFeed:
         unseen: list[Stored] = []
         append = unseen.append
         key: tuple[str, int] = ("", -1)
-        lsn, seq = -1, -1
+        lsn, seq = _BEFORE_ALL
         for item in stored:
             event = item.event
             if event.operation in COUNTED:
@@ -109,13 +112,13 @@ class ChangeFeed:
                     if lsn >= 0:
                         self._last[key] = Position(lsn, seq)
                     key = (event.source, event.epoch)
-                    lsn, seq = self._last.get(key, (-1, -1))
+                    lsn, seq = self._last.get(key, _BEFORE_ALL)
                 if event.commit_lsn < lsn or (event.commit_lsn == lsn and event.seq <= seq):
                     continue
                 lsn, seq = event.commit_lsn, event.seq
             else:
                 own = (event.source, event.epoch)
-                last = (lsn, seq) if own == key else self._last.get(own, (-1, -1))
+                last = (lsn, seq) if own == key else self._last.get(own, _BEFORE_ALL)
                 if event.operation == "MESSAGE" and not self._is_new_message(event, last):
                     continue
                 if event.commit_lsn == last[0]:
@@ -130,7 +133,7 @@ class ChangeFeed:
         own = (event.source, event.epoch)
         ordinal = (event.document or {}).get("ordinal", 0)
         lsn_and_ordinal = (event.commit_lsn, ordinal if isinstance(ordinal, int) else 0)
-        last_message = self._last_message.get(own, (-1, -1))
+        last_message = self._last_message.get(own, _BEFORE_ALL)
         if (event.commit_lsn, event.seq - 1) < last or lsn_and_ordinal <= last_message:
             return False
         self._last_message[own] = lsn_and_ordinal

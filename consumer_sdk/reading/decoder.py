@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from consumer_sdk.reading.references import damaged_message
+from consumer_sdk.reading.references import ENCODED, EXPANDED_BYTES, PLAIN, damaged_message
 from consumer_sdk.transport.api import parse_headers
 from consumer_sdk.wire.column_types import TableSchema, restore_json
 from consumer_sdk.wire.envelope import (
@@ -20,6 +20,7 @@ from consumer_sdk.wire.envelope import (
     MSGPACK,
     ROW_OPERATIONS,
     Event,
+    decode_payload,
     events_of,
 )
 from consumer_sdk.wire.errors import WireError
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
     from consumer_sdk.reading.references import References
     from consumer_sdk.transport.api import Frame
     from consumer_sdk.wire.subjects import Subjects
-
-_PLAIN = b"Content-Type: application/msgpack"
-_ENCODED = b"Content-Encoding"
 
 
 class Stored(msgspec.Struct, gc=False):
@@ -69,49 +67,59 @@ class EventDecoder:
 
     async def decode(self, frames: Sequence[Frame]) -> list[Stored]:
         """The events of all frames, in order, without fences and unknown service messages."""
-        return (await self.decode_some(frames, sys.maxsize))[0]
+        stored: list[Stored] = []
+        while frames:
+            found, used = await self.decode_some(frames, sys.maxsize)
+            stored += found
+            frames = frames[used:]
+        return stored
 
     async def decode_some(self, frames: Iterable[Frame], enough: int) -> tuple[list[Stored], int]:
         """The events of the first frames, until there are `enough`, and the number of these frames.
 
-        Frames are decoded whole, so there may be a few hundred events more than `enough`.
+        It ends earlier where compressed messages and wide rows expand to EXPANDED_BYTES. Frames
+        are decoded whole, so there may be a few hundred events more than `enough`.
         """
         stored: list[Stored] = []
         append = stored.append
         special = self._special
-        used = 0
+        used = expanded = 0
         for sequence, subject, headers, payload in frames:
             events = None
             if (
                 headers is not None
-                and _PLAIN in headers
-                and _ENCODED not in headers
+                and PLAIN in headers
+                and ENCODED not in headers
                 and not subject.startswith(special)
             ):
                 events = read_row_message(payload)
             if events is None:
-                events = await self._resolve(sequence, subject, headers, payload)
+                events, size = await self._resolve(sequence, subject, headers, payload)
+                expanded += size
             for event in events:
                 append(Stored(sequence, event))
             used += 1
-            if len(stored) >= enough:
+            if len(stored) >= enough or expanded >= EXPANDED_BYTES:
                 break
         return stored, used
 
     async def _resolve(
         self, sequence: int, subject: bytes, block: bytes | None, payload: bytes
-    ) -> list[Event]:
+    ) -> tuple[list[Event], int]:
+        """The events of a message, and the bytes that it has with what it refers to."""
         progress = subject.startswith(self._progress)
         service = subject.startswith(self._special) and not subject.startswith(self._message)
         if service and not progress:
-            return []
-        headers = parse_headers(block)
+            return [], 0
+        headers = parse_headers(block) or {}
+        content_type = headers.get(CONTENT_TYPE) or MSGPACK
         try:
-            document = await self._references.document(headers, payload)
+            plain = await self._references.plain_payload(headers, payload)
+            document = decode_payload({CONTENT_TYPE: content_type}, plain)
             if progress:
-                return [_progress_event(document, subject.decode("utf-8", "replace"))]
-            content_type = (headers or {}).get(CONTENT_TYPE) or MSGPACK
-            await self._references.fill_in(document, content_type)
+                event = _progress_event(document, subject.decode("utf-8", "replace"))
+                return [event], len(plain)
+            size = len(plain) + await self._references.fill_in(document, content_type)
             events = events_of(document)
             if events[0].operation == "SCHEMA":
                 self._keep_schema(TableSchema.from_document(document))
@@ -120,7 +128,7 @@ class EventDecoder:
         if content_type == JSON:
             for event in events:
                 await self._restore(sequence, event)
-        return events
+        return events, size
 
     def _keep_schema(self, schema: TableSchema) -> None:
         self._schemas[table_token(schema.schema, schema.table), schema.schema_version] = schema
@@ -142,6 +150,14 @@ class EventDecoder:
                 restore_row(event.old, event.raw, known)
         except WireError as error:
             raise damaged_message(sequence, error) from error
+
+
+def read_self_contained(content_type: str, payload: bytes) -> list[Event]:
+    """The events of a message from `References.self_contained`; WireError if it is damaged."""
+    events = read_row_message(payload) if content_type == MSGPACK else None
+    if events is None:
+        events = events_of(decode_payload({CONTENT_TYPE: content_type}, payload))
+    return events
 
 
 def restore_row(row: dict[str, Any], raw: Sequence[str], schema: TableSchema) -> None:

@@ -21,7 +21,6 @@ EXPIRES_SECONDS = 30.0
 LATE_SECONDS: Final = 2.0
 WINDOW_BYTES: Final = 16 * 1024 * 1024
 _NANOSECONDS: Final = 1_000_000_000
-_ENDED_NORMALLY: Final = ("message size exceeds maxbytes", "batch completed")
 
 
 class Delivered(NamedTuple):
@@ -56,14 +55,16 @@ class Demand:
         self.unrequested_from: int | None = None
         self._unrequested_until = 0
         self._window = window
-        self._bytes = 0
-        self._asked = 0
-        self._nothing_came = False
+        self._buffered_bytes = 0
+        self._requested = 0
+        """How many messages the open requests may still bring."""
+        self._nothing_received = False
+        """Whether the only open request has brought nothing yet."""
         self._request_bytes = WINDOW_BYTES // 2
-        self._asked_at = 0.0
-        self._heard_at = 0.0
-        self._silent = 0.0
-        """Seconds without a message or status, counting only the time in which `wait` waited."""
+        self._requested_at = 0.0
+        self._last_status_at = 0.0
+        self._silent_seconds = 0.0
+        """The time without a message or status, as far as it was spent in `wait`."""
         self._waiter: asyncio.Future[None] | None = None
 
     def begin(self, largest_message: int) -> None:
@@ -72,11 +73,11 @@ class Demand:
         self.exhausted = False
         self.taken = 0
         self.unrequested_from = None
-        self._asked = 0
-        self._nothing_came = False
+        self._requested = 0
+        self._nothing_received = False
         self._request_bytes = max(WINDOW_BYTES // 2, 2 * largest_message)
-        self._heard_at = asyncio.get_running_loop().time()
-        self._silent = 0.0
+        self._last_status_at = asyncio.get_running_loop().time()
+        self._silent_seconds = 0.0
 
     @property
     def lacked_request(self) -> bool:
@@ -87,10 +88,10 @@ class Demand:
         """Receive what the server sends to the inbox: messages and statuses."""
         if reply.startswith(b"$JS.ACK."):
             self.buffer.append((subject, reply, payload, headers))
-            self._bytes += len(payload)
-            self._asked -= 1
-            self._nothing_came = False
-            if self._asked <= 0:
+            self._buffered_bytes += len(payload)
+            self._requested -= 1
+            self._nothing_received = False
+            if self._requested <= 0:
                 self.exhausted = True
                 self._note_no_request()
         elif not self._on_status(headers or b""):
@@ -99,10 +100,11 @@ class Demand:
 
     def _on_status(self, headers: bytes) -> bool:
         """Handle a status; returns whether the waiting reader must be woken."""
-        self._heard_at = asyncio.get_running_loop().time()
-        self._silent = 0.0
+        self._last_status_at = asyncio.get_running_loop().time()
+        self._silent_seconds = 0.0
         first, _, rest = headers.partition(b"\r\n")
-        status, _, description = first.removeprefix(b"NATS/1.0").strip().partition(b" ")
+        reason = first.removeprefix(b"NATS/1.0").strip()
+        status = reason.partition(b" ")[0]
         fields = _fields(rest)
         if status == b"100":
             # A heartbeat counts the delivered messages. If fewer came, some were lost.
@@ -111,20 +113,21 @@ class Demand:
                 self.failure = "messages were lost on the way"
                 return True
             return False
+        # What is left of a request that has ended: its time or its bytes are used up. A 409 without
+        # this field says that the consumer cannot deliver any more.
         pending = fields.get(b"nats-pending-messages", b"")
-        ended = description.decode("utf-8", "replace").lower()
-        if status == b"408" or (status == b"409" and ended.startswith(_ENDED_NORMALLY)):
-            if status == b"409" and self._nothing_came:
+        if status == b"408" or (status == b"409" and pending):
+            if status == b"409" and self._nothing_received:
                 # The next message dates from a larger size limit: request more bytes at a time.
                 self._request_bytes *= 2
-            self._asked = max(0, self._asked - int(pending)) if pending.isdigit() else 0
-            self.exhausted = self.exhausted or self._asked == 0
+            self._requested = max(0, self._requested - int(pending)) if pending.isdigit() else 0
+            self.exhausted = self.exhausted or self._requested == 0
             # A request that expires is renewed at once, unless this process was frozen.
-            late = time.time() > self._asked_at + EXPIRES_SECONDS + LATE_SECONDS
-            if self._asked == 0 and (status == b"409" or late):
+            late = time.time() > self._requested_at + EXPIRES_SECONDS + LATE_SECONDS
+            if self._requested == 0 and (status == b"409" or late):
                 self._note_no_request()
         elif status:
-            self.failure = f"{status.decode('ascii', 'replace')} {ended}"
+            self.failure = reason.decode("utf-8", "replace").lower()
         return True
 
     def _note_no_request(self) -> None:
@@ -140,7 +143,7 @@ class Demand:
     def drop(self) -> None:
         """Empty the buffer; the next consumer delivers these messages again."""
         self.buffer.clear()
-        self._bytes = 0
+        self._buffered_bytes = 0
 
     def peek(self, limit: int, through: int) -> Delivered:
         """The messages to be taken next, all of them stored after sequence `through`.
@@ -184,12 +187,12 @@ class Demand:
         popleft = self.buffer.popleft
         for _ in range(count):
             popleft()
-        self._bytes -= size
-        self._silent = 0.0
+        self._buffered_bytes -= size
+        self._silent_seconds = 0.0
         self.taken += count
         if self.taken > self._unrequested_until:
             self.unrequested_from = None
-        if self._asked > 0:
+        if self._requested > 0:
             self.exhausted = False
 
     def request(self, taking: int) -> bytes | None:
@@ -197,16 +200,16 @@ class Demand:
 
         `taking` messages are about to be removed.
         """
-        asked = max(self._asked, 0)
-        held = len(self.buffer) - taking + asked
+        requested = max(self._requested, 0)
+        held = len(self.buffer) - taking + requested
         if self.failure is not None or held > self._window // 2:
             return None
-        if self._bytes > WINDOW_BYTES and len(self.buffer) > taking:
+        if self._buffered_bytes > WINDOW_BYTES and len(self.buffer) > taking:
             return None
         batch = self._window - held
-        self._nothing_came = asked == 0
-        self._asked = asked + batch
-        self._asked_at = time.time()
+        self._nothing_received = requested == 0
+        self._requested = requested + batch
+        self._requested_at = time.time()
         return json.dumps(
             {
                 "batch": batch,
@@ -225,12 +228,12 @@ class Demand:
         begun = loop.time()
         if self.failure is not None or self.buffer:
             return
-        until = begun + STALL_SECONDS - self._silent
+        until = begun + STALL_SECONDS - self._silent_seconds
         await self.pause(until if deadline is None else min(until, deadline))
         if self.buffer:
             return
-        self._silent += loop.time() - max(self._heard_at, begun)
-        if self._silent >= STALL_SECONDS and self.failure is None:
+        self._silent_seconds += loop.time() - max(self._last_status_at, begun)
+        if self._silent_seconds >= STALL_SECONDS and self.failure is None:
             self.failure = "no heartbeat"
 
     async def pause(self, until: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
@@ -70,9 +71,11 @@ class LogReader:
         )
         async with aclosing(frames):
             async for batch in frames:
-                stored = await self._decoder.decode(batch)
-                if stored:
-                    yield stored
+                while batch:
+                    stored, used = await self._decoder.decode_some(batch, sys.maxsize)
+                    if stored:
+                        yield stored
+                    batch = batch[used:]
 
     async def read_raw(
         self,
@@ -207,7 +210,7 @@ def _blocking(
             return []
 
     with asyncio.Runner() as runner:
-        connection = runner.run(open_connection(settings.connection(), timeout))
+        connection = runner.run(open_connection(settings, timeout))
         try:
             items = read(LogReader(Deployment(connection, settings)))
             try:

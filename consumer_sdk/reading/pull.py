@@ -25,7 +25,9 @@ from consumer_sdk.transport.api import (
     bounds_of,
     get_message,
     leader_of,
+    no_stream,
 )
+from consumer_sdk.transport.calls import API, ApiCall, consumer_name
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.connection import NatsConnection, NoJetStream
 
@@ -179,7 +181,7 @@ class PullConsumer:
         demand = self._demand
         try:
             bounds = await self._bounds()
-            info = await self._nc.api(f"CONSUMER.INFO.{self._stream}.{self._consumer}")
+            info = await self._nc.api(ApiCall.CONSUMER_INFO.of(self._stream, self._consumer))
             # A server that lags behind the leader may count too few pending messages.
             through = leader_of(info) == bounds.leader or await self.is_through(bounds.last + 1)
         except (NotAvailable, ApiError) as error:
@@ -199,7 +201,7 @@ class PullConsumer:
         request = self._demand.request(taking)
         if request is None:
             return
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
+        subject = f"{API}.{ApiCall.CONSUMER_NEXT.of(self._stream, self._consumer)}"
         try:
             await self._nc.publish(subject, request, reply=self._inbox)
         except (nats.errors.Error, OSError) as error:
@@ -209,7 +211,7 @@ class PullConsumer:
 
     async def _bounds(self) -> StreamBounds:
         try:
-            info = await self._nc.api(f"STREAM.INFO.{self._stream}")
+            info = await self._nc.api(ApiCall.STREAM_INFO.of(self._stream))
         except ApiError as error:
             raise NotAvailable(f"stream {self._stream}: {error}") from error
         bounds = bounds_of(info)
@@ -227,10 +229,8 @@ class PullConsumer:
             except ApiError as error:
                 problem: CdcError = NotAvailable(f"stream {self._stream}: {error}")
                 if error.err_code == STREAM_NOT_FOUND:
-                    if not self._opened_before and self.created is None:
-                        raise NotAvailable(
-                            f"there is no stream {self._stream} on this NATS; has a bridge run?"
-                        ) from error
+                    if self.created is None:
+                        raise no_stream(self._stream) from error
                     gone_since = gone_since or loop.time()
                     problem = GapError(StreamBreak.GONE.value, self.next_sequence, 0)
                     if loop.time() - gone_since > STREAM_GONE_SECONDS:
@@ -273,7 +273,9 @@ class PullConsumer:
         except (nats.errors.Error, OSError) as error:
             raise NotAvailable(f"NATS does not answer: {self._nc.explain(error)}") from error
         self._inbox = inbox
+        name = consumer_name(self._nc.inbox_prefix)
         config = {
+            "name": name,
             "deliver_policy": "by_start_sequence",
             "opt_start_seq": self.next_sequence,
             "ack_policy": "none",
@@ -285,9 +287,10 @@ class PullConsumer:
             "headers_only": self._headers_only,
         }
         answer = await self._nc.api(
-            f"CONSUMER.CREATE.{self._stream}", {"stream_name": self._stream, "config": config}
+            ApiCall.CONSUMER_CREATE.of(self._stream, name),
+            {"stream_name": self._stream, "config": config},
         )
-        self._consumer = str(answer["name"])
+        self._consumer = name
         # Read after the consumer was created: what is trimmed from now on shows as a jump.
         self._proof.begin(await self._bounds())
         self._demand.begin(self._nc.max_payload)

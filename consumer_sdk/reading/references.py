@@ -34,13 +34,22 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.envelope import Document
     from consumer_sdk.wire.subjects import Subjects
 
-LARGEST_OBJECT_BYTES = 4 * 1024**3
+# PostgreSQL sends at most 1 GiB of a row; as JSON it can be longer.
+LARGEST_OBJECT_BYTES: Final = 4 * 1024**3
+LONGEST_OBJECT_NAME: Final = 2000
+# Objects are stored in pieces of 128 KiB, or of half the server's max_payload.
+SMALLEST_PIECE_BYTES: Final = 512
+EXPANDED_BYTES: Final = 64 * 1024**2
+"""How much content one batch of messages may expand to, unless a single message has more."""
 CHECK_SECONDS = 1.0
 WINDOW = 32
-_NUID = re.compile(r"[A-Za-z0-9]+\Z")
+_NUID = re.compile(r"[A-Za-z0-9]{1,64}\Z")
+_SHA256 = re.compile(r"[0-9a-fA-F]{64}\Z")
 _REFERENCED: Final = ("data", "old", "unchanged", "raw", "encoding")
-_PLAIN: Final = b"Content-Type: application/msgpack"
-_ENCODED: Final = b"Content-Encoding"
+_OUTSIDE: Final = "a row refers to an object outside this deployment's object store"
+# A header block with PLAIN and without ENCODED belongs to a payload of uncompressed MessagePack.
+PLAIN: Final = b"Content-Type: application/msgpack"
+ENCODED: Final = b"Content-Encoding"
 # The key `ref` in either encoding. A false match costs one decoding.
 _REF_KEYS: Final = (b"\xa3ref", b'"ref"')
 
@@ -58,7 +67,8 @@ class References:
         """A zstd dictionary by its id; fetched once."""
         known = self._dictionaries.get(dictionary_id)
         if known is None:
-            known = self._dictionaries[dictionary_id] = await self.fetch_dictionary(dictionary_id)
+            known = await self.fetch_dictionary(dictionary_id)
+            self._dictionaries.add(dictionary_id, known)
         return known
 
     async def plain_payload(self, headers: Mapping[str, str], payload: bytes) -> bytes:
@@ -88,8 +98,8 @@ class References:
                 name = missing.dictionary_id
             await self.dictionary(name)
 
-    async def fill_in(self, document: Document, content_type: str) -> bool:
-        """Replace each `ref` by the row stored as an object; returns whether there were any.
+    async def fill_in(self, document: Document, content_type: str) -> int:
+        """Replace each `ref` by the row stored as an object; returns the bytes of these rows.
 
         Raises WireError if the message is damaged, before anything is fetched for it.
         """
@@ -100,12 +110,14 @@ class References:
             for holder in holders
             if isinstance(holder, dict) and isinstance(holder.get("ref"), dict)
         ]
-        if referring:
-            events_of(document)
+        if not referring:
+            return 0
+        events_of(document)
+        size = self.check_references([holder["ref"] for holder in referring])
         for holder in referring:
             row = await self.row(holder.pop("ref"), content_type)
             holder.update({key: row[key] for key in _REFERENCED if row.get(key) is not None})
-        return bool(referring)
+        return size
 
     async def row(self, reference: dict[str, Any], content_type: str) -> Document:
         """The document stored as an object, in the encoding of the message that refers to it."""
@@ -113,15 +125,17 @@ class References:
         return decode_payload({CONTENT_TYPE: content_type}, content, versioned=False)
 
     async def self_contained(self, frames: Sequence[Frame]) -> list[tuple[str, bytes]]:
-        """Content type and payload of each message, readable without NATS.
+        """Content type and payload of the first messages, readable without NATS.
 
-        Payloads are decompressed and wide rows filled in; everything else stays as stored.
+        Payloads are decompressed and wide rows filled in; everything else stays as stored. The
+        list ends where they have EXPANDED_BYTES; it has at least one of them.
         """
         found = []
+        size = 0
         for frame in frames:
             content_type, payload, block = MSGPACK, frame.payload, frame.headers
             try:
-                if block is None or _PLAIN not in block or _ENCODED in block:
+                if block is None or PLAIN not in block or ENCODED in block:
                     headers = parse_headers(block) or {}
                     content_type = headers.get(CONTENT_TYPE) or MSGPACK
                     payload = await self.plain_payload(headers, payload)
@@ -132,6 +146,9 @@ class References:
             except WireError as error:
                 raise damaged_message(frame.stream_seq, error) from error
             found.append((content_type, payload))
+            size += len(payload)
+            if size >= EXPANDED_BYTES:
+                break
         return found
 
     async def fetch_dictionary(self, dictionary_id: str) -> bytes:
@@ -149,22 +166,36 @@ class References:
             ) from error
         return entry.value or b""
 
+    def check_references(self, references: Sequence[dict[str, Any]]) -> int:
+        """The bytes that all the objects have which one message refers to.
+
+        Raises CorruptData unless each `ref` names an object of this deployment by a valid name,
+        size and sha256, and all of them together are within the limit for one.
+        """
+        total = 0
+        for reference in references:
+            name, size = reference.get("name"), reference.get("size")
+            digest = reference.get("sha256")
+            if reference.get("bucket") != self._objects_bucket or not isinstance(name, str):
+                raise CorruptData(_OUTSIDE)
+            if not 0 < len(name) <= LONGEST_OBJECT_NAME or not name.isprintable():
+                raise CorruptData(_OUTSIDE)
+            if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+                raise CorruptData(f"object {name}: its size is not valid")
+            if not isinstance(digest, str) or _SHA256.match(digest) is None:
+                raise CorruptData(f"object {name}: no sha256")
+            total += size
+            if total > LARGEST_OBJECT_BYTES:
+                raise CorruptData(f"object {name}: its size is not valid")
+        return total
+
     async def fetch_object(self, reference: dict[str, Any]) -> bytes:
         """The content of the object that a `ref` names, with size and sha256 verified.
 
         A `ref` to a bucket other than the deployment's own raises CorruptData.
         """
-        bucket = self._objects_bucket
-        name, size = reference.get("name"), reference.get("size")
-        digest = reference.get("sha256")
-        if reference.get("bucket") != bucket or not isinstance(name, str) or not name:
-            raise CorruptData("a row refers to an object outside this deployment's object store")
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise CorruptData(f"object {name}: its size is not valid")
-        if not 0 < size <= LARGEST_OBJECT_BYTES:
-            raise CorruptData(f"object {name}: its size is not valid")
-        if not isinstance(digest, str):
-            raise CorruptData(f"object {name}: no sha256")
+        self.check_references([reference])
+        name, size, digest = reference["name"], reference["size"], reference["sha256"]
         nuid = await self._content_id(name, size)
         content = await self._content(name, nuid, size)
         if len(content) != size:
@@ -198,14 +229,18 @@ class References:
         content = bytearray()
         pieces = Selection(f"OBJ_{bucket}", [f"$O.{bucket}.C.{nuid}"], trimming=Trimming.ALLOWED)
         consumer = PullConsumer(self._nc, pieces, window=WINDOW)
+        most_pieces = size // SMALLEST_PIECE_BYTES + 2
         try:
             while len(content) < size:
                 frames = await consumer.take(WINDOW, wait=CHECK_SECONDS)
                 # Caught up means that the leader of the stream has no more of them.
                 if not frames and consumer.caught_up:
                     raise CorruptData(f"object {name} has {len(content)} of its {size} bytes")
+                most_pieces -= len(frames)
                 for frame in frames:
                     content += frame.payload
+                if len(content) > size or most_pieces < 0:
+                    raise CorruptData(f"object {name} has other pieces than {size} bytes have")
         except GapError as error:
             raise CorruptData(f"object {name}: the object store {bucket} was recreated") from error
         finally:

@@ -74,8 +74,7 @@ async def find_starting_point(
             cut = await probe.cut_at(bounds.first)
             return StartingPoint(bounds.first, bounds.created, lenient=True, cut=cut)
         if after == "now":
-            sequence = bounds.last + 1
-            return StartingPoint(sequence, bounds.created, cut=await probe.cut_at(sequence))
+            return await probe.end()
     elif isinstance(after, bool):
         pass
     elif isinstance(after, int):
@@ -113,19 +112,11 @@ class _Probe:
 
     async def cut_at(self, sequence: int) -> frozenset[tuple[str, int]]:
         """The transactions that begin before a sequence and end after it."""
-        cut: set[tuple[str, int]] = set()
-        settled: set[str] = set()
         before = [one[-1] for one in await self._readable(sequence - _NEARBY, sequence)]
         if sequence > self._bounds.last:
-            # The last messages may all be of another source, so each table's last one is read too.
-            before += await self._newest()
-            before.sort(key=_sequence)
-        for stored in reversed(before):
-            event = stored.event
-            if event.operation in COUNTED and event.source not in settled:
-                settled.add(event.source)
-                if not event.last and event.operation != "COMMIT":
-                    cut.add((event.source, event.commit_lsn))
+            newest = await self._newest()
+            before += [stored for stored in newest if stored.stream_seq < sequence]
+        cut, settled = _open_after(before)
         # Older messages may be trimmed: an ordinal above 0 in the first event shows that.
         for message in await self._readable(sequence, sequence + _NEARBY):
             event = message[0].event
@@ -134,6 +125,21 @@ class _Probe:
                 if event.seq > 0:
                     cut.add((event.source, event.commit_lsn))
         return frozenset(cut)
+
+    async def end(self) -> StartingPoint:
+        """The end of the stream, and the transactions that are open there.
+
+        The last messages may all be of another source, so each table's last one is asked for. Its
+        successors may arrive meanwhile: the end is looked up afterwards, and what came is read.
+        """
+        since = self._bounds.last + 1
+        before = await self._newest()
+        self._bounds = bounds = await self._deployment.cdc_bounds()
+        sequence = bounds.last + 1
+        start = min(since, sequence - _NEARBY)
+        before += [one[-1] for one in await self._readable(start, sequence)]
+        cut, _ = _open_after(before)
+        return StartingPoint(sequence, bounds.created, cut=frozenset(cut))
 
     async def _readable(self, start: int, end: int) -> list[list[Stored]]:
         """The events of each message stored in [start, end); damaged messages are skipped."""
@@ -174,7 +180,7 @@ class _Probe:
         found: list[Stored] = []
         for subject in self._filters:
             frame = await self._deployment.cdc_message({"last_by_subj": subject})
-            if frame is not None and frame.stream_seq <= self._bounds.last:
+            if frame is not None:
                 with suppress(CorruptData):
                     found += (await self._decoder.decode([frame]))[-1:]
         return found
@@ -243,6 +249,19 @@ class _Probe:
         return await self._deployment.cdc_message(
             {"seq": sequence, "next_by_subj": self._subjects.cdc_all}
         )
+
+
+def _open_after(stored: list[Stored]) -> tuple[set[tuple[str, int]], set[str]]:
+    """The transactions that the last event of each source leaves open; and the sources seen."""
+    cut: set[tuple[str, int]] = set()
+    settled: set[str] = set()
+    for one in sorted(stored, key=_sequence, reverse=True):
+        event = one.event
+        if event.operation in COUNTED and event.source not in settled:
+            settled.add(event.source)
+            if not event.last and event.operation != "COMMIT":
+                cut.add((event.source, event.commit_lsn))
+    return cut, settled
 
 
 def _is_counted(stored: Stored, source: str) -> bool:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
 import struct
 from contextlib import contextmanager
 from datetime import date, datetime
 from decimal import ROUND_UP, Context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from consumer_sdk.errors import CorruptData, UsageError, VersionTooNew
+from consumer_sdk.errors import CorruptData, VersionTooNew
+from consumer_sdk.snapshot.arrow import read_arrow
 from consumer_sdk.transport.api import parse_headers
 from consumer_sdk.wire.column_types import Column, restore_json
-from consumer_sdk.wire.envelope import ARROW, CONTENT_TYPE, JSON, MSGPACK, WIRE_VERSION
+from consumer_sdk.wire.envelope import ARROW, CONTENT_TYPE, JSON, MOST_CHUNK_ROWS, MSGPACK
 from consumer_sdk.wire.errors import MISFITS, WireError, WireVersionError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 _REFERENCE = "$ref"
+_ROW_NUMBER = re.compile(r"[0-9]{1,9}\Z")
 
 
 class ChunkRows(list[Row]):
@@ -106,9 +108,16 @@ class ChunkReader:
         rows = document.get("data")
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise WireError("damaged message: data is not a list of rows")
-        for index, row in enumerate(rows):
-            if _REFERENCE in row and len(row) == 1 and isinstance(row[_REFERENCE], dict):
-                rows[index] = await references.row(row[_REFERENCE], content_type)
+        if len(rows) > MOST_CHUNK_ROWS:
+            raise WireError(f"damaged message: more than {MOST_CHUNK_ROWS} rows")
+        referring = [
+            index
+            for index, row in enumerate(rows)
+            if _REFERENCE in row and len(row) == 1 and isinstance(row[_REFERENCE], dict)
+        ]
+        references.check_references([rows[index][_REFERENCE] for index in referring])
+        for index in referring:
+            rows[index] = await references.row(rows[index][_REFERENCE], content_type)
         chunk = ChunkRows(rows, number, _raw_columns(document), _raw_rows(document))
         if content_type == JSON:
             self._restore(chunk)
@@ -137,11 +146,10 @@ class ChunkReader:
                     row[name] = restore_json(row[name], column)
 
     def _arrow(self, number: int, stream: bytes) -> ArrowChunk:
-        batch, document = read_arrow(stream)
+        batch, document = read_arrow(stream, self._columns)
         self._check(number, document)
         odd = document.get("odd") or {}
-        if not isinstance(odd, dict):
-            raise WireError("damaged Arrow chunk: odd is not a map")
+        _check_odd(odd, batch)
         return ArrowChunk(number, batch, odd)
 
     def _rows_of(self, chunk: ArrowChunk) -> ChunkRows:
@@ -158,7 +166,7 @@ class ChunkReader:
             convert = _converter(array.type)
             items = array.to_pylist()
             values[name] = items if convert is None else [_apply(convert, item) for item in items]
-            for row, value in (odd.get(name) or {}).items():
+            for row, value in odd.get(name, {}).items():
                 column = columns.get(name)
                 values[name][int(row)] = value if column is None else restore_json(value, column)
         names = list(values)
@@ -183,26 +191,15 @@ def _naming_chunk(number: int) -> Iterator[None]:
         raise CorruptData(f"chunk {number}: {error}") from error
 
 
-def read_arrow(stream: bytes) -> tuple[Any, dict[str, Any]]:
-    """The record batch of an Arrow chunk, and the chunk's fields from its schema metadata."""
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise UsageError(
-            "this snapshot is in Arrow format, which needs pyarrow: pip install 'tailrace[arrow]'"
-        ) from error
-    try:
-        with pa.ipc.open_stream(stream) as reader:
-            document = json.loads((reader.schema.metadata or {})[b"cdc"])
-            batch = reader.read_next_batch()
-    except (pa.ArrowException, StopIteration, OSError, *MISFITS) as error:
-        raise WireError(f"damaged Arrow chunk: {error!r}") from error
-    if not isinstance(document, dict):
-        raise WireError("damaged Arrow chunk: its fields are not a map")
-    version = document.get("v")
-    if not isinstance(version, int) or version > WIRE_VERSION:
-        raise WireVersionError(f"chunk has wire version {version}; upgrade this reader")
-    return batch, document
+def _check_odd(odd: Any, batch: Any) -> None:
+    if not isinstance(odd, dict) or not odd.keys() <= set(batch.schema.names):
+        raise WireError("damaged Arrow chunk: odd is not a map by column")
+    for values in odd.values():
+        if not isinstance(values, dict):
+            raise WireError("damaged Arrow chunk: odd is not a map by column and row")
+        for row in values:
+            if _ROW_NUMBER.match(row) is None or int(row) >= batch.num_rows:
+                raise WireError("damaged Arrow chunk: odd names a row that is not there")
 
 
 def _raw_columns(document: dict[str, Any]) -> tuple[str, ...]:

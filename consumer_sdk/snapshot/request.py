@@ -94,7 +94,8 @@ class RequestOptions:
                 if schema.column(name) is None:
                     table = format_table_name(schema.schema, schema.table)
                     raise UsageError(f"table {table} has no column {name!r}")
-            document["columns"] = list(self.columns)
+            # The meta names them in this order, whatever the order of the request.
+            document["columns"] = sorted(self.columns)
         if self.format is not None:
             if self.format not in FORMATS:
                 known = ", ".join(FORMATS)

@@ -3,24 +3,31 @@
 State is kept in schema `tailrace`. A type that the database lacks becomes its base type, or text.
 Types whose values name objects of the source, such as `regclass`, become text. A table is replaced
 by DELETE and INSERT, so that a reader's snapshot sees either all old or all new rows.
+
+Nothing that another user of the database created is called: the search path is empty, operators of
+keys come from the operator class of their index, and a domain, whose checks are code, is used only
+if its owner is trusted.
 """
 
 from __future__ import annotations
 
+import re
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 from zlib import crc32
 
 import psycopg
 from psycopg import errors
+from psycopg.conninfo import conninfo_to_dict
 
 from consumer_sdk.errors import TargetError
-from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.sql_rows import DuplicateKey
 from consumer_sdk.targets.sql_target import SqlTarget
 from consumer_sdk.targets.stored_values import postgres_encoder
 from consumer_sdk.targets.target import CannotAlter, CopyState, Lane, MirrorCopy
 from consumer_sdk.targets.target_url import display_url
+from consumer_sdk.wire.escaping import sql_identifier
+from consumer_sdk.wire.server_messages import without_values
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
@@ -37,14 +44,55 @@ _NAMING_OBJECTS: Final = frozenset(
 )
 # Types without an = operator, or whose = ignores differences in the text (1.0 and 1.00).
 _COMPARED_AS_TEXT: Final = frozenset({"numeric", "interval", "json", "jsonb", "other"})
-SESSION = (
+_SESSION: Final = (
     "-c client_encoding=UTF8 -c datestyle=ISO -c timezone=UTC -c intervalstyle=postgres "
-    "-c extra_float_digits=1 -c bytea_output=hex"
+    "-c extra_float_digits=1 -c bytea_output=hex -c search_path="
 )
+# A connection pooler may ignore the options of a connection.
+_PIN_SEARCH_PATH: Final = "SELECT pg_catalog.set_config('search_path', '', false)"
+# The operator of an index on the column finds rows by their key. With an empty search path, it has
+# to be named if it belongs to an extension, such as that of citext.
+_OPERATORS: Final = """
+WITH RECURSIVE base(name, oid, typtype, typbasetype) AS (
+    SELECT a.attname, t.oid, t.typtype, t.typbasetype
+    FROM pg_catalog.pg_attribute a JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
+    WHERE a.attrelid = pg_catalog.to_regclass(%s) AND a.attname = ANY (%s::text[])
+  UNION ALL
+    SELECT b.name, t.oid, t.typtype, t.typbasetype
+    FROM base b JOIN pg_catalog.pg_type t ON t.oid = b.typbasetype
+    WHERE b.typtype = 'd'
+)
+SELECT b.name, n.nspname, o.oprname
+FROM base b
+JOIN pg_catalog.pg_opclass c ON c.opcintype = b.oid AND c.opcdefault
+JOIN pg_catalog.pg_am m ON m.oid = c.opcmethod AND m.amname = 'btree'
+JOIN pg_catalog.pg_amop p ON p.amopfamily = c.opcfamily AND p.amopstrategy = 3
+    AND p.amoplefttype = b.oid AND p.amoprighttype = b.oid
+JOIN pg_catalog.pg_operator o ON o.oid = p.amopopr
+JOIN pg_catalog.pg_namespace n ON n.oid = o.oprnamespace
+WHERE b.typtype <> 'd' AND n.nspname <> 'pg_catalog'
+"""
+# A domain or a type with fields may run checks that its owner wrote, so the owner must be one who
+# could do that anyway: a superuser, the owner of the database, or the role of the mirror itself.
+_FIND_TYPE: Final = """
+SELECT pg_catalog.format_type(t.oid, %s)
+FROM pg_catalog.pg_type t
+LEFT JOIN pg_catalog.pg_type e ON e.oid = t.typelem AND t.typcategory = 'A'
+JOIN pg_catalog.pg_roles r ON r.oid = coalesce(e.typowner, t.typowner)
+JOIN pg_catalog.pg_database d ON d.datname = pg_catalog.current_database()
+WHERE t.oid = pg_catalog.to_regtype(%s)
+  AND (coalesce(e.typtype, t.typtype) IN ('b', 'e', 'r', 'm') OR r.rolsuper OR d.datdba = r.oid
+       OR r.rolname = current_user)
+"""
+_UNQUALIFIED: Final = re.compile(r'(?:"(?:[^"]|"")*"|[^".])*\Z')
+_UNREADABLE: Final = (
+    "its address cannot be read; in a password write / as %2F, ? as %3F, # as %23 and @ as %40"
+)
+# The function of PostgreSQL behind RAISE of PL/pgSQL, which sets any text with any SQLSTATE.
+_RAISE: Final = "exec_stmt_raise"
 CONNECT_SECONDS = 10
 COPY_ROWS = 50
 _INDEXABLE = frozenset({"bool", "int", "float", "timestamp", "timestamptz", "date", "time", "uuid"})
-_INDEXED_COLUMNS = 3
 
 
 class PostgresEngine:
@@ -95,8 +143,13 @@ class PostgresEngine:
             # PostgreSQL prints both values, because an event may write a number differently.
             return f"{name}::text = %s::jsonb::text"
         if _is_compared_as_text(column):
-            return f"format('%%s', {name}) = %s"
+            return f"pg_catalog.format('%%s', {name}) = %s"
         return f"{name} = %s"
+
+    def key_equals(self, table: str, names: Sequence[str]) -> str:
+        with self.translated():
+            operators = key_operators(self.connection, table.replace("%%", "%"), names)
+        return " AND ".join(f"{quote(name)} {operators[name]} %s" for name in names)
 
     def printed(self, name: str) -> str:
         return printed(quote(name)).replace("'%s'", "'%%s'")
@@ -113,13 +166,13 @@ class PostgresEngine:
         try:
             yield
         except errors.UniqueViolation as error:
-            raise DuplicateKey(_first_line(error)) from error
+            raise DuplicateKey(shown(error)) from error
         except errors.InsufficientPrivilege as error:
             raise TargetError(
-                f"{self._name}: {_first_line(error)}; grant that to the role, or use the owner's"
+                f"{self._name}: {shown(error)}; grant this to the role, or connect as the owner"
             ) from error
         except psycopg.Error as error:
-            raise TargetError(f"{self._name}: {_first_line(error)}") from error
+            raise TargetError(f"{self._name}: {shown(error)}") from error
 
 
 def quote(name: str) -> str:
@@ -129,12 +182,62 @@ def quote(name: str) -> str:
 
 def printed(name: str) -> str:
     """An expression for the text of a value; a cast to text would change char(n) and inet."""
-    return f"CASE WHEN {name} IS DISTINCT FROM NULL THEN format('%s', {name}) END"
+    return f"CASE WHEN {name} IS DISTINCT FROM NULL THEN pg_catalog.format('%s', {name}) END"
 
 
-def _first_line(error: psycopg.Error) -> str:
-    # The detail of the error would show row values.
-    return error.diag.message_primary or str(error).partition("\n")[0]
+def open_session(url: str, **parameters: Any) -> psycopg.Connection[Any]:
+    """Open a session that prints values in the format of the wire, with an empty search path."""
+    before = str(_read_address(url).get("options") or "")
+    connection: psycopg.Connection[Any] = psycopg.connect(
+        url,
+        autocommit=True,
+        connect_timeout=CONNECT_SECONDS,
+        options=f"{before} {_SESSION}".strip(),
+        **parameters,
+    )
+    try:
+        connection.execute(_PIN_SEARCH_PATH)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _read_address(url: str) -> dict[str, Any]:
+    """The parameters of an address; the error shows none, because they may be part of a password.
+
+    If a password contains / or ?, libpq takes the rest of it as a port or a parameter.
+    """
+    try:
+        given = conninfo_to_dict(url)
+    except psycopg.ProgrammingError:
+        raise psycopg.ProgrammingError(_UNREADABLE) from None
+    ports = str(given.get("port") or "").split(",")
+    hosts = str(given.get("host") or "").split(",")
+    # A host that begins with @ is an abstract socket.
+    if not all(port.isdecimal() for port in ports if port) or any("@" in one[1:] for one in hosts):
+        raise psycopg.ProgrammingError(_UNREADABLE)
+    return given
+
+
+def key_operators(
+    connection: psycopg.Connection[Any], table: str, names: Sequence[str]
+) -> dict[str, str]:
+    """For each column the operator that compares it as an index does, by name."""
+    found = connection.execute(_OPERATORS, (table, list(names))).fetchall()
+    return dict.fromkeys(names, "=") | {
+        name: f"OPERATOR({quote(schema)}.{operator})" for name, schema, operator in found
+    }
+
+
+def shown(error: psycopg.Error) -> str:
+    """The message of an error without values of rows; a traceback shows no more than that."""
+    kind, diag, state = type(error).__name__, error.diag, error.sqlstate
+    if diag.source_function == _RAISE:
+        state = errors.RaiseException.sqlstate
+    text = without_values(kind, state, diag.message_primary, text=str(error))
+    error.args = (text,)
+    return text
 
 
 class PostgresTarget(SqlTarget):
@@ -160,17 +263,15 @@ class PostgresTarget(SqlTarget):
         """The rows of a live table as readers see them, on a connection of their own."""
         from psycopg.rows import dict_row
 
-        with psycopg.connect(self._url, options=SESSION, row_factory=dict_row) as reader:
+        with open_session(self._url, row_factory=dict_row) as reader:
             statement = f"SELECT * FROM {quote(schema)}.{quote(table)}"
             return reader.execute(statement).fetchall()
 
     def open(self) -> None:
         try:
-            connection = psycopg.connect(
-                self._url, autocommit=True, options=SESSION, connect_timeout=CONNECT_SECONDS
-            )
+            connection = open_session(self._url)
         except psycopg.Error as error:
-            raise TargetError(f"{self.name} cannot be reached: {_first_line(error)}") from error
+            raise TargetError(f"{self.name} cannot be reached: {shown(error)}") from error
         self._opened = PostgresEngine(self.name, connection)
         try:
             self._prepare()
@@ -180,7 +281,7 @@ class PostgresTarget(SqlTarget):
 
     def _prepare(self) -> None:
         lock = crc32(b"tailrace mirror")
-        if not self._engine.query("SELECT pg_try_advisory_lock(%s)", (lock,))[0][0]:
+        if not self._engine.query("SELECT pg_catalog.pg_try_advisory_lock(%s)", (lock,))[0][0]:
             raise TargetError(f"{self.name}: another mirror is writing to it")
         if self._engine.query("SHOW transaction_read_only")[0][0] == "on":
             raise TargetError(
@@ -217,10 +318,11 @@ class PostgresTarget(SqlTarget):
             if not isinstance(reason, errors.InsufficientPrivilege):
                 raise
             info = self._engine.connection.info
-            right = f"CREATE ON DATABASE {quote(info.dbname)} TO {quote(info.user)}"
+            names = sql_identifier(info.dbname), sql_identifier(info.user)
+            right = "CREATE ON DATABASE {} TO {}".format(*names)
             raise TargetError(
-                f"{self.name}: {_first_line(reason)}, where the mirror makes schema tailrace for "
-                f"its state; run: GRANT {right.replace('%%', '%')}"
+                f"{self.name}: {shown(reason)}, where the mirror makes schema tailrace for "
+                f"its state; run: GRANT {right}"
             ) from error
 
     def commit(self) -> None:
@@ -229,7 +331,9 @@ class PostgresTarget(SqlTarget):
         self._has_state = True
 
     def _find_state(self) -> bool:
-        found = self._engine.query("SELECT to_regclass(%s) IS NOT NULL", (self.copies_table,))
+        found = self._engine.query(
+            "SELECT pg_catalog.to_regclass(%s) IS NOT NULL", (self.copies_table,)
+        )
         return bool(found[0][0])
 
     def rollback(self) -> None:
@@ -263,22 +367,11 @@ class PostgresTarget(SqlTarget):
         mark = f"{crc32(f'{schema}.{table}'.encode()):08x}"
         return f"tailrace.{quote(f'next_{mark}_{table[:30]}')}"
 
-    def _create_table(self, copy: MirrorCopy) -> None:
-        self._refuse_foreign(copy)
-        key = key_columns(copy.schema)
-        columns = [self._definition(column) for column in copy.schema.columns]
-        if key:
-            columns.append(f"PRIMARY KEY ({', '.join(map(quote, key))})")
-        self._engine.execute(f"CREATE TABLE {self._physical(copy)} ({', '.join(columns)})")
-        if not key:
-            self._index_columns(copy)
+    def _is_indexable(self, column: Column) -> bool:
+        return column.family in _INDEXABLE
 
-    def _index_columns(self, copy: MirrorCopy) -> None:
-        """Index some columns of a table without a key, whose rows are found by their values."""
-        small = [column.name for column in copy.schema.columns if column.family in _INDEXABLE]
-        if copy.schema.replica_identity == "full" and small:
-            listed = ", ".join(map(quote, small[:_INDEXED_COLUMNS]))
-            self._engine.execute(f"CREATE INDEX ON {self._physical(copy)} ({listed})")
+    def _index_name(self, copy: MirrorCopy) -> str:  # noqa: ARG002
+        return ""
 
     def _refuse_foreign(self, copy: MirrorCopy) -> None:
         found = self._engine.query(
@@ -320,7 +413,7 @@ class PostgresTarget(SqlTarget):
         return self._engine.query(
             "SELECT a.attname, a.atttypid, a.atttypmod, EXISTS (SELECT FROM pg_catalog.pg_index i "
             "WHERE i.indrelid = a.attrelid AND i.indisprimary AND a.attnum = ANY (i.indkey)) "
-            "FROM pg_catalog.pg_attribute a WHERE a.attrelid = to_regclass(%s) "
+            "FROM pg_catalog.pg_attribute a WHERE a.attrelid = pg_catalog.to_regclass(%s) "
             "AND a.attnum > 0 AND NOT a.attisdropped ORDER BY a.attname",
             (name,),
         )
@@ -339,12 +432,16 @@ class PostgresTarget(SqlTarget):
     def _find_type(self, column: Column) -> str:
         if _names_objects(column):
             return "text[]" if column.family == "array" else "text"
-        if self._engine.query("SELECT to_regtype(%s) IS NOT NULL", (column.data_type,))[0][0]:
-            return column.data_type.replace("%", "%%")
+        # Schema documents name the types of schema public without it.
+        is_qualified = _UNQUALIFIED.match(column.data_type) is None
+        for name in (column.data_type, *(() if is_qualified else (f"public.{column.data_type}",))):
+            known = self._engine.query(_FIND_TYPE, (column.type_modifier, name))
+            if known:
+                return str(known[0][0]).replace("%", "%%")
         for oid, suffix in ((column.base_type_oid, ""), (column.element_oid, "[]")):
             if 0 < oid < FIRST_USER_OID:
                 found = self._engine.query(
-                    "SELECT format_type(%s::oid, %s)", (oid, column.type_modifier)
+                    "SELECT pg_catalog.format_type(%s::oid, %s)", (oid, column.type_modifier)
                 )
                 return str(found[0][0]) + suffix
         return "text[]" if column.family == "array" else "text"

@@ -66,6 +66,10 @@ class Engine(Protocol):
         """A condition: the column holds exactly the value, which is not null."""
         ...
 
+    def key_equals(self, table: str, names: Sequence[str]) -> str:
+        """A condition: the columns of a table's key hold these values."""
+        ...
+
     def printed(self, name: str) -> str:
         """An expression for the value of a column, in a form that can be inserted again."""
         ...
@@ -112,7 +116,7 @@ class SqlRowWriter:
         )
         printed = ", ".join(engine.printed(name) for name in self._names)
         self._select = f"SELECT {printed} FROM {table}"
-        self._by_key = " AND ".join(f"{engine.quote(name)} = {mark}" for name in self._key)
+        self._by_key = engine.key_equals(table, self._key) if self._key else ""
         self._delete = f"DELETE FROM {table} WHERE {self._by_key}"
         rest = tuple(name for name in self._names if name not in self._key) or self._key
         self._pick_update = _picker((*rest, *self._key))

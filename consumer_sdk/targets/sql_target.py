@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import TargetError
+from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.sql_rows import DuplicateKey, SqlRowWriter
 from consumer_sdk.targets.target import (
     CopyState,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from consumer_sdk.targets.sql_rows import Engine
     from consumer_sdk.targets.target import SnapshotRow
+    from consumer_sdk.wire.column_types import Column
     from consumer_sdk.wire.envelope import Event
 
 _POSITION_COLUMNS = "source, epoch, commit_lsn, seq, stream_seq, stream_created"
@@ -31,6 +33,7 @@ _COPY_COLUMNS = (
     "table_schema, table_name, lane, epoch, snapshot_id, snapshot_lsn, loaded, applied_lsn, "
     "stream_seq, stream_created, relation_id, document"
 )
+_INDEXED_COLUMNS = 3
 # Lane and `loaded` are how a state is stored. A copy whose loading was interrupted is a plan again.
 _STATES = {
     (Lane.NEXT, False): CopyState.PLANNED,
@@ -70,8 +73,16 @@ class SqlTarget(ABC):
         """Raise TargetError if a table that no mirror made has the name of a copy's table."""
 
     @abstractmethod
-    def _create_table(self, copy: MirrorCopy) -> None:
-        """Create the table of a copy."""
+    def _definition(self, column: Column) -> str:
+        """The quoted name and the type of a column."""
+
+    @abstractmethod
+    def _is_indexable(self, column: Column) -> bool:
+        """Whether the values of a column are small and can be indexed."""
+
+    @abstractmethod
+    def _index_name(self, copy: MirrorCopy) -> str:
+        """The quoted name of an index; empty if the database chooses one."""
 
     @abstractmethod
     def _replace_live(self, copy: MirrorCopy) -> None:
@@ -168,6 +179,24 @@ class SqlTarget(ABC):
         self._engine.execute(f"DROP TABLE IF EXISTS {self._physical(copy)}")
         self._writers.pop((copy.lane, copy.name), None)
         self._create_table(copy)
+
+    def _create_table(self, copy: MirrorCopy) -> None:
+        self._refuse_foreign(copy)
+        key = key_columns(copy.schema)
+        columns = [self._definition(column) for column in copy.schema.columns]
+        if key:
+            columns.append(f"PRIMARY KEY ({', '.join(map(self._engine.quote, key))})")
+        self._engine.execute(f"CREATE TABLE {self._physical(copy)} ({', '.join(columns)})")
+        if not key:
+            self._index_columns(copy)
+
+    def _index_columns(self, copy: MirrorCopy) -> None:
+        """Index some columns of a table without a key, whose rows are found by their values."""
+        small = [column.name for column in copy.schema.columns if self._is_indexable(column)]
+        if small and copy.schema.replica_identity == "full":
+            listed = ", ".join(map(self._engine.quote, small[:_INDEXED_COLUMNS]))
+            index = self._index_name(copy)
+            self._engine.execute(f"CREATE INDEX {index} ON {self._physical(copy)} ({listed})")
 
     def drop(self, copy: MirrorCopy) -> None:
         """Drop a copy's table and its saved state."""

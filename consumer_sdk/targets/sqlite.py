@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import TargetError
-from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.sql_rows import DuplicateKey
 from consumer_sdk.targets.sql_target import SqlTarget
 from consumer_sdk.targets.stored_values import sqlite_encoder
 from consumer_sdk.targets.target import CannotAlter, Lane, MirrorCopy
+from consumer_sdk.transport.private_files import (
+    create_private,
+    open_private,
+    require_own,
+    resolve_own,
+)
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
@@ -56,7 +61,7 @@ class FileLock:
     def acquire(self) -> bool:
         """Take the lock; False if another process, or another lock of this process, holds it."""
         while True:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_private(self._path)
             try:
                 _lock(descriptor)
             except OSError:
@@ -83,11 +88,16 @@ class FileLock:
 
     def _is_file(self, descriptor: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+            return os.path.samestat(os.fstat(descriptor), self._path.lstat())
         except FileNotFoundError:
             return False
 
 
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+_ENDINGS = ("", "-wal", "-shm", "-journal")
 BUSY_SECONDS = 30.0
 # The declared type decides how SQLite stores a value; all other types are TEXT.
 _TYPES = {"bool": "INTEGER", "int": "INTEGER", "float": "REAL", "bytea": "BLOB"}
@@ -102,7 +112,6 @@ _REMEDIES = {
 }
 _ROW_IDS = ("rowid", "_rowid_", "oid")
 _LARGE = frozenset({"bytea", "json", "jsonb", "array", "other"})
-_INDEXED_COLUMNS = 3
 
 
 class SqliteEngine:
@@ -148,6 +157,9 @@ class SqliteEngine:
 
     def equals(self, column: Column) -> str:
         return f"{quote(column.name)} = ?"
+
+    def key_equals(self, table: str, names: Sequence[str]) -> str:  # noqa: ARG002
+        return " AND ".join(f"{quote(name)} = ?" for name in names)
 
     def printed(self, name: str) -> str:
         return quote(name)
@@ -198,7 +210,8 @@ class SqliteTarget(SqlTarget):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.path = Path(path)
-        self._lock = FileLock(self.path.with_name(self.path.name + ".mirror-lock"))
+        self._file = self.path
+        self._lock = FileLock(_beside(self._file, ".mirror-lock"))
         self._is_new = False
         self._connection: sqlite3.Connection | None = None
         self._opened: SqliteEngine | None = None
@@ -221,6 +234,11 @@ class SqliteTarget(SqlTarget):
         if self.path.is_dir():
             raise TargetError(f"SQLite file {self.path} is a directory; name a file in it")
         try:
+            # Two mirrors that name the file by different links must find the same lock.
+            self._file = resolve_own(self.path)
+            self._lock = FileLock(_beside(self._file, ".mirror-lock"))
+            for ending in _ENDINGS:
+                require_own(_beside(self._file, ending))
             locked = self._lock.acquire()
         except OSError as error:
             raise TargetError(
@@ -228,17 +246,28 @@ class SqliteTarget(SqlTarget):
             ) from error
         if not locked:
             raise TargetError(f"SQLite file {self.path}: another mirror is writing to it")
-        self._is_new = not self.path.exists()
+        self._is_new = not self._file.exists()
         try:
+            if self._is_new:
+                self._create_file()
             self._connect()
         except BaseException:
             self.close()
             raise
 
+    def _create_file(self) -> None:
+        """Create the file with mode 0600, which SQLite also gives to the files beside it."""
+        try:
+            os.close(create_private(self._file))
+        except OSError as error:
+            raise TargetError(
+                f"SQLite file {self.path} cannot be written: {error.strerror}"
+            ) from error
+
     def _connect(self) -> None:
         try:
             connection = sqlite3.connect(
-                self.path,
+                self._file,
                 timeout=BUSY_SECONDS,
                 isolation_level=None,
                 cached_statements=1024,
@@ -276,8 +305,8 @@ class SqliteTarget(SqlTarget):
             connection.close()
         self._forget_writers()
         if self._lock.held and self._is_new and not self._has_state:
-            for ending in ("", "-wal", "-shm", "-journal"):
-                self.path.with_name(self.path.name + ending).unlink(missing_ok=True)
+            for ending in _ENDINGS:
+                _beside(self._file, ending).unlink(missing_ok=True)
         self._lock.release(remove=not self._has_state)
 
     def interrupt(self) -> None:
@@ -318,7 +347,7 @@ class SqliteTarget(SqlTarget):
             for name, column in after.items():
                 if name not in before:
                     self._engine.execute(
-                        f"ALTER TABLE {self._physical(copy)} ADD COLUMN {_definition(column)}"
+                        f"ALTER TABLE {self._physical(copy)} ADD COLUMN {self._definition(column)}"
                     )
         except TargetError as error:
             raise CannotAlter(str(error)) from error
@@ -328,28 +357,22 @@ class SqliteTarget(SqlTarget):
         return quote(name if copy.lane is Lane.LIVE else f"_tailrace_next:{name}")
 
     def _create_table(self, copy: MirrorCopy) -> None:
-        self._refuse_foreign(copy)
         if not copy.schema.columns:
             raise TargetError(
                 f"table {format_table_name(*copy.name)} has no columns any more, and SQLite has no "
                 "such tables; add a column"
             )
-        key = key_columns(copy.schema)
-        columns = [_definition(column) for column in copy.schema.columns]
-        if key:
-            columns.append(f"PRIMARY KEY ({', '.join(map(quote, key))})")
-        self._engine.execute(f"CREATE TABLE {self._physical(copy)} ({', '.join(columns)})")
-        if not key:
-            self._index_columns(copy)
+        super()._create_table(copy)
 
-    def _index_columns(self, copy: MirrorCopy) -> None:
-        """Index some columns of a table without a key, whose rows are found by their values."""
-        small = [c.name for c in copy.schema.columns if c.family not in _LARGE]
-        if small and copy.schema.replica_identity == "full":
-            listed = ", ".join(map(quote, small[:_INDEXED_COLUMNS]))
-            # Index names are unique in a file, and the live copy may have such an index too.
-            index = quote(f"_tailrace_rows:{secrets.token_hex(8)}:{table_name(*copy.name)}")
-            self._engine.execute(f"CREATE INDEX {index} ON {self._physical(copy)} ({listed})")
+    def _definition(self, column: Column) -> str:
+        return f"{quote(column.name)} {_TYPES.get(column.family, 'TEXT')}"
+
+    def _is_indexable(self, column: Column) -> bool:
+        return column.family not in _LARGE
+
+    def _index_name(self, copy: MirrorCopy) -> str:
+        # Index names are unique in a file, and the live copy may have such an index too.
+        return quote(f"_tailrace_rows:{secrets.token_hex(8)}:{table_name(*copy.name)}")
 
     def _find_state(self) -> bool:
         return bool(
@@ -401,10 +424,6 @@ class SqliteTarget(SqlTarget):
             # Indexes that readers created are created again, unless their column was dropped.
             with suppress(TargetError, DuplicateKey):
                 self._engine.execute(statement)
-
-
-def _definition(column: Column) -> str:
-    return f"{quote(column.name)} {_TYPES.get(column.family, 'TEXT')}"
 
 
 def read_sqlite_state(path: Path, connection: sqlite3.Connection) -> TargetState:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from consumer_sdk.errors import UsageError
+from consumer_sdk.transport.options import without_secrets
 
 if TYPE_CHECKING:
     from consumer_sdk.targets.target import Target
@@ -46,6 +47,4 @@ def split_url(url: str) -> tuple[str, str]:
 
 def display_url(url: str) -> str:
     """An address without user and password, for log lines."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
+    return url if url.startswith("sqlite:") else without_secrets(url)

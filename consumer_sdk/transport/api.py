@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from consumer_sdk.errors import NotAvailable
+from consumer_sdk.transport.calls import API, ApiCall, consumer_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +77,7 @@ async def call_api(
     if timeout is None:
         timeout = API_TIMEOUT_SECONDS
     payload = b"" if body is None else json.dumps(body).encode()
-    reply = await client.request(f"$JS.API.{subject}", payload, timeout=timeout)
+    reply = await client.request(f"{API}.{subject}", payload, timeout=timeout)
     try:
         answer: dict[str, Any] = json.loads(reply.data)
     except ValueError as error:
@@ -119,14 +120,17 @@ def parse_time_us(text: str) -> int:
 async def stream_bounds(nc: NatsConnection, stream: str) -> StreamBounds:
     """The bounds of a stream, from its leader; NotAvailable if there is no such stream."""
     try:
-        info = await nc.api(f"STREAM.INFO.{stream}")
+        info = await nc.api(ApiCall.STREAM_INFO.of(stream))
     except ApiError as error:
         if error.err_code == STREAM_NOT_FOUND:
-            raise NotAvailable(
-                f"there is no stream {stream} on this NATS; has a bridge run?"
-            ) from error
+            raise no_stream(stream) from error
         raise NotAvailable(f"stream {stream}: {error}") from error
     return bounds_of(info)
+
+
+def no_stream(stream: str) -> NotAvailable:
+    """The error for a stream that does not exist."""
+    return NotAvailable(f"there is no stream {stream} on this NATS; has a bridge run?")
 
 
 def bounds_of(info: dict[str, Any]) -> StreamBounds:
@@ -149,7 +153,7 @@ async def get_message(nc: NatsConnection, stream: str, request: dict[str, Any]) 
     `request` is JetStream's: {"last_by_subj": subject}, or {"seq": n, "next_by_subj": filter}.
     """
     try:
-        answer = await nc.api(f"STREAM.MSG.GET.{stream}", request)
+        answer = await nc.api(ApiCall.MESSAGE_GET.of(stream), request)
     except ApiError as error:
         if error.code == NOT_FOUND:
             return None
@@ -162,16 +166,20 @@ async def probe_consumer(nc: NatsConnection, stream: str, start: dict[str, Any])
 
     The description holds the consumer's sequence and the number of messages it would deliver.
     """
+    name = consumer_name(nc.inbox_prefix)
     config = {
         **start,
+        "name": name,
         "ack_policy": "none",
         "inactive_threshold": 5_000_000_000,
         "mem_storage": True,
         "num_replicas": 1,
     }
     try:
-        info = await nc.api(f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config})
+        info = await nc.api(
+            ApiCall.CONSUMER_CREATE.of(stream, name), {"stream_name": stream, "config": config}
+        )
     except ApiError as error:
         raise NotAvailable(f"stream {stream}: {error}") from error
-    await nc.discard_consumer(stream, str(info["name"]))
+    await nc.discard_consumer(stream, name)
     return info

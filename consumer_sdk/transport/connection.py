@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import json
 import logging
+import ssl
+import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import nats.errors
 from nats.aio.client import Client as NatsClient
 
 from consumer_sdk.errors import AccessDenied, NotAvailable
-from consumer_sdk.transport.api import call_api
-from consumer_sdk.transport.frame_parser import FrameParser
-from consumer_sdk.transport.options import ServerAddress, TlsNotOffered
+from consumer_sdk.transport.api import call_api, parse_headers
+from consumer_sdk.transport.calls import API, ApiCall
+from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.frame_parser import FrameParser, PacedParser
+from consumer_sdk.transport.options import (
+    BadOption,
+    ServerAddress,
+    TlsNotOffered,
+    certificate_problem,
+    client_certificate_problem,
+    tls_error,
+)
+from consumer_sdk.transport.passwords import PasswordUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,6 +42,13 @@ if TYPE_CHECKING:
     from consumer_sdk.transport.options import ConnectionOptions
 
 logger = logging.getLogger(__name__)
+
+# With these the server keeps the connection open.
+_HARMLESS: Final = ("permissions violation", "stale connection", "invalid subject")
+_CONTROL = b"NATS/1.0 100"
+_STALLED = "Nats-Consumer-Stalled"
+# Between accounts, the server replaces the subject by one of its own.
+_FLOW_CONTROL = (b"$JS.FC.", b"_R_.")
 
 
 class NoJetStream(NotAvailable):
@@ -50,17 +73,118 @@ class NatsConnection(NatsClient):
     """nats-py's client plus taps and JetStream calls as plain JSON.
 
     If TLS is configured, nothing is sent without it; nats-py would send the password in plain text
-    to a server that offers no TLS. `%40` in the password of an address means @.
+    to a server that offers no TLS. `%40` in the password of an address means @. Whatever ends the
+    connection, the client connects again, and reads password, keys and certificates anew for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_paced: bool = False) -> None:
+        """With `is_paced`, messages are read so slowly that other connections come first."""
         super().__init__()
         self._taps: dict[int, Tap] = {}
-        self._ps = FrameParser(self, self._taps)
+        self._ps = (PacedParser if is_paced else FrameParser)(self, self._taps)
         self._listeners: set[Callable[[], None]] = set()
         self.latest_error: Exception | None = None
-        self.error_count = 0
         self.refused: asyncio.Future[Exception] | None = None
+        self._login: ConnectionOptions | None = None
+        self._user_jwt = ""
+        self._seed = ""
+        self._is_refusal_logged = False
+
+    async def connect(self, *arguments: Any, **options: Any) -> None:
+        """Connect as nats-py does; `login` says where password, keys and certificates are."""
+        self._login = options.pop("login", None)
+        await super().connect(*arguments, **options)
+
+    def _setup_nkeys_connect(self) -> None:
+        # nats-py reads the files in the event loop, and waits for ever for the rest of an
+        # incomplete credentials file. It keeps the public key of the first seed.
+        if self._login is None:
+            super()._setup_nkeys_connect()
+            return
+        self._signature_cb = self._sign
+        if self._login.creds:
+            self._user_jwt_cb = lambda: bytearray(self._user_jwt.encode())
+
+    def _sign(self, nonce: str) -> bytes:
+        import nkeys
+
+        return base64.b64encode(nkeys.from_seed(self._seed.encode()).sign(nonce.encode()))
+
+    def _read_login(self) -> None:
+        """Read what may have changed since the last connection; blocks."""
+        login = self._login
+        if login is None:
+            return
+        if login.creds:
+            self._user_jwt, self._seed = login.read_creds()
+        elif login.nkey:
+            import nkeys
+
+            self._seed = login.read_nkey()
+            self._public_nkey = nkeys.from_seed(self._seed.encode()).public_key.decode()
+        elif login.password_source.changes:
+            self.options["password"] = login.password_source.read()
+        if self.options.get("tls") is not None:
+            self.options["tls"] = login.tls_context()
+
+    async def _connect_to_server(self, s: Any) -> None:
+        # nats-py can lose a cancellation, and would then try again without end.
+        await stay_cancelled()
+        # Before the connection is made: the server waits only two seconds for the login.
+        await asyncio.to_thread(self._read_login)
+        await super()._connect_to_server(s)
+
+    async def _process_connect_init(self) -> None:
+        try:
+            await super()._process_connect_init()
+            if not self.is_connected:
+                # nats-py takes a connection that the server has closed for an open one.
+                raise nats.errors.Error("nats: the server closed the connection during the login")
+        except (OSError, nats.errors.Error, TimeoutError) as error:
+            self._abandon()
+            reason = self._transport_error() or self._ungreeted(error) or error
+            login = self._login
+            if login is not None and is_refused(reason):
+                login.password_source.refuse(str(self.options.get("password")))
+            raise reason from None
+        except Exception as error:
+            # nats-py would end its attempts to reconnect.
+            self._abandon()
+            raise nats.errors.Error(f"nats: {type(error).__name__} during the login") from error
+
+    def _abandon(self) -> None:
+        """End what belongs to a connection that did not come about."""
+        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
+            if task is not None:
+                task.cancel()
+        if self._transport is not None:
+            self._transport.close()  # type: ignore[no-untyped-call]
+
+    def _ungreeted(self, error: Exception) -> Exception | None:
+        """The error of a server that sends no INFO, if TLS first would make it speak."""
+        is_silent = not self._server_info or "INFO" in str(error)
+        if is_silent and self.options.get("tls") and not self.options["tls_handshake_first"]:
+            return nats.errors.Error(
+                "nats: the server says nothing; if it waits for TLS, set NATS_TLS_FIRST=yes"
+            )
+        return None
+
+    def _transport_error(self) -> ssl.SSLError | None:
+        """The alert with which the server ended TLS; a write may have failed before it was read."""
+        reader = getattr(self._transport, "_io_reader", None)
+        return None if reader is None else tls_error(reader.exception())
+
+    async def _process_err(self, err_msg: str) -> None:
+        # nats-py closes the client for good, also when only the credentials must be read again.
+        text = err_msg.strip().strip("'")
+        is_harmless = any(words in text.lower() for words in _HARMLESS)
+        if is_harmless or not self.options.get("allow_reconnect"):
+            await super()._process_err(err_msg)
+            return
+        error = nats.errors.Error(f"nats: {text}")
+        self._err = error
+        await self._error_cb(error)
+        await self._process_op_err(error)
 
     def _setup_server_pool(self, connect_url: list[str]) -> None:
         super()._setup_server_pool(connect_url)
@@ -81,14 +205,23 @@ class NatsConnection(NatsClient):
         except nats.errors.OutboundBufferLimitError as error:
             raise NatsAway from error
 
+    async def flush(self, timeout: int = 10) -> None:
+        """Return when the server has handled everything sent before, subscriptions included."""
+        # nats-py writes its PING to the socket ahead of what waits to be sent.
+        if self.is_connected and self._pending and self._transport is not None:
+            self._transport.writelines(self._pending)
+            self._pending = []
+            self._pending_data_size = 0
+        await super().flush(timeout)
+
     async def _process_msg(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
     ) -> None:
         tap = self._taps.get(sid)
-        if tap is None:
-            await super()._process_msg(sid, subject, reply, data, headers)
-        else:
+        if tap is not None:
             tap(subject, reply, data, headers)
+        elif not _is_forged_control(reply, headers):
+            await super()._process_msg(sid, subject, reply, data, headers)
 
     async def close(self) -> None:
         """Close for good, even if the connection is lost during the call; idempotent."""
@@ -124,6 +257,11 @@ class NatsConnection(NatsClient):
         with suppress(nats.errors.Error, OSError):
             await subscription.unsubscribe()
 
+    @property
+    def inbox_prefix(self) -> str:
+        """What the subjects of this connection's inboxes begin with."""
+        return self._inbox_prefix.decode()
+
     def add_listener(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever the connection was lost, came back or is closed."""
         self._listeners.add(listener)
@@ -132,14 +270,22 @@ class NatsConnection(NatsClient):
         self._listeners.discard(listener)
 
     async def note_change(self) -> None:
+        if self.is_connected:
+            self._is_refusal_logged = False
         for listener in tuple(self._listeners):
             listener()
 
     async def note_error(self, error: Exception) -> None:
         self.latest_error = error
-        self.error_count += 1
-        if is_refused(error) and self.refused is not None and not self.refused.done():
-            self.refused.set_result(error)
+        if is_refused(error):
+            if self.refused is not None:
+                if not self.refused.done():
+                    self.refused.set_result(error)
+            # A connection that the server ends may be replaced at once, with other credentials.
+            elif not (self.is_connected or self._is_refusal_logged or self._login is None):
+                self._is_refusal_logged = True
+                reason = explain_refusal(error, self._login)
+                logger.error("%s; trying again until it works", reason)
         logger.debug("nats error", extra={"error": str(error)})
 
     async def api(
@@ -150,13 +296,13 @@ class NatsConnection(NatsClient):
         timeout: float | None = None,
     ) -> dict[str, Any]:
         """Call JetStream's API; ApiError if it refuses, NotAvailable if it does not answer."""
-        errors_before = self.error_count
+        error_before = self.latest_error
         try:
             return await call_api(self, subject, body, timeout=timeout)
         except nats.errors.NoRespondersError as error:
             raise NoJetStream from error
         except (nats.errors.Error, OSError, TimeoutError) as error:
-            if self.error_count != errors_before and is_forbidden(self.latest_error):
+            if self.latest_error is not error_before and is_forbidden(self.latest_error):
                 raise AccessDenied(f"NATS refuses: {one_line(self.latest_error)}") from error
             raise NotAvailable(f"NATS does not answer: {self.explain(error)}") from error
 
@@ -164,7 +310,7 @@ class NatsConnection(NatsClient):
         """Delete a consumer without waiting; if this fails, the server deletes it later."""
         if self.is_connected:
             with suppress(nats.errors.Error, OSError):
-                await self.publish(f"$JS.API.CONSUMER.DELETE.{stream}.{name}")
+                await self.publish(f"{API}.{ApiCall.CONSUMER_DELETE.of(stream, name)}")
 
     def explain(self, error: Exception) -> str:
         """The cause of a failure in one line: while disconnected, the connection's last error."""
@@ -174,17 +320,80 @@ class NatsConnection(NatsClient):
 
 
 def is_refused(error: Exception | None) -> bool:
-    """Whether a server refuses the credentials, so that waiting does not help.
+    """Whether credentials or certificates are refused, so that waiting alone does not help.
 
     nats-py has an error class for only one of the refusals. For the others there is just the text
     of the server's -ERR line, because the protocol has no codes.
     """
-    if isinstance(error, (nats.errors.AuthorizationError, TlsNotOffered)):
+    refusals = (nats.errors.AuthorizationError, TlsNotOffered, PasswordUnavailable, BadOption)
+    if isinstance(error, refusals):
         return True
+    failure = tls_error(error)
+    if failure is not None:
+        ended = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+        return not isinstance(failure, ended)
     text = str(error).lower()
     if "timeout" in text:
         return False
     return any(word in text for word in ("authorization", "authentication", "nkey"))
+
+
+def explain_refusal(error: Exception, login: ConnectionOptions) -> str:
+    """One line that says which part of a login is refused, by whom, and what to check."""
+    if isinstance(error, (TlsNotOffered, PasswordUnavailable, BadOption)):
+        return str(error)
+    failure = tls_error(error)
+    if isinstance(failure, ssl.SSLCertVerificationError):
+        return (
+            f"the certificate of NATS at {login.hosts} is refused: {certificate_problem(failure)}; "
+            "check NATS_CA and the address"
+        )
+    if failure is not None:
+        problem = client_certificate_problem(failure)
+        if problem is not None:
+            return (
+                f"NATS at {login.hosts} refuses the client certificate: {problem}; "
+                "check NATS_CERT and NATS_KEY"
+            )
+        hint = (
+            "unset NATS_TLS_FIRST, if the server speaks first"
+            if login.tls_first
+            else "check NATS_CA"
+        )
+        reason = (failure.reason or one_line(failure)).lower().replace("_", " ")
+        return f"TLS with NATS at {login.hosts} fails: {reason}; {hint}"
+    said = one_line(error).strip("'")
+    if login.creds:
+        expiry = _creds_expiry(login)
+        if expiry is not None and expiry <= time.time():
+            ended = datetime.fromtimestamp(expiry, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            return (
+                f"NATS at {login.hosts} refuses the credentials ({said}): the user in "
+                f"{login.creds} has expired on {ended}; issue new ones there"
+            )
+        return (
+            f"NATS at {login.hosts} refuses the credentials ({said}): the user in {login.creds} "
+            "is revoked or of an unknown account; issue new ones there"
+        )
+    if login.nkey:
+        return (
+            f"NATS at {login.hosts} refuses the credentials ({said}): it does not know the nkey "
+            f"in {login.nkey}; check NATS_NKEY"
+        )
+    return (
+        f"NATS at {login.hosts} refuses the credentials ({said}); "
+        "check NATS_BRIDGE_USER and NATS_BRIDGE_PASSWORD, NATS_CREDS or NATS_NKEY"
+    )
+
+
+def _creds_expiry(login: ConnectionOptions) -> float | None:
+    """When the user JWT of the credentials file expires, in Unix seconds; None if never."""
+    try:
+        payload = login.read_creds()[0].split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        return float(claims["exp"]) if claims.get("exp") else None
+    except (BadOption, IndexError, AttributeError, binascii.Error, ValueError, TypeError):
+        return None
 
 
 def is_forbidden(error: Exception | None) -> bool:
@@ -207,6 +416,18 @@ def _require_tls(server: ParseResult, info: dict[str, Any]) -> None:
     if not info.get("tls_required") and not info.get("tls_available"):
         raise TlsNotOffered(server.netloc.rpartition("@")[2])
     info["tls_required"] = True
+
+
+def _is_forged_control(reply: bytes, headers: bytes | None) -> bool:
+    """Whether nats-py would answer a message with one to a subject that is not flow control's.
+
+    It publishes to the reply subject of a flow control message, and to the subject in a header of a
+    heartbeat. Whoever can write to an inbox would choose where this program publishes.
+    """
+    if not headers or not headers.startswith(_CONTROL):
+        return False
+    stalled = (parse_headers(headers) or {}).get(_STALLED, "").encode()
+    return any(one and not one.startswith(_FLOW_CONTROL) for one in (reply, stalled))
 
 
 def _header_block(headers: Mapping[str, str] | None) -> bytes | None:
@@ -264,8 +485,8 @@ async def _connect(connection: NatsConnection, options: ConnectionOptions) -> No
 
 
 def _raise_unusable(options: ConnectionOptions, error: Exception) -> NoReturn:
-    if isinstance(error, TlsNotOffered):
-        raise AccessDenied(str(error)) from error
+    if is_refused(error):
+        raise AccessDenied(explain_refusal(error, options)) from error
     raise AccessDenied(
         f"NATS at {options.address} refuses the connection: {error}; check user, password, "
         "credentials and TLS files"

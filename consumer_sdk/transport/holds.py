@@ -1,4 +1,4 @@
-"""Named points at which a test can stop or kill the bridge or one of its workers.
+"""Named points at which a test can stop or kill a process of the bridge, a mirror or Spark.
 
 `TAILRACE_HOLD` names a directory. A point acts only if the test has put a file there:
 `{point}.hold` makes it wait until the file is gone, `{point}.kill` ends the process as SIGKILL

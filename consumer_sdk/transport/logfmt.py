@@ -8,19 +8,32 @@ import re
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from consumer_sdk.wire.escaping import json_escape, printable_json
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_BARE = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+\Z")
+_BARE = re.compile(r"[^\s\"=\\]+\Z")
 _KEY_UNSAFE = re.compile(r"[^\w.$-]")
-_URL_PASSWORD = re.compile(r"(\w[\w+.-]*://[^\s:/@]*):[^\s/]*@")
-# The words `bearer token` in a sentence are not a secret.
-_PASSWORD_FIELD = re.compile(
-    r"(?i)(password|passwd|secret)(\s*[=:]\s*)('[^']*'|\S+)"
-    r"|(bearer)(\s+)(?!tokens?(?:[\s.,;)]|\Z))\S+"
-)
-_CONTROL = re.compile(r"[\x00-\x1f\x7f\u0080-\u009f\u2028\u2029]")
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+_SCHEME = r"[A-Za-z][\w+.-]*://"
+_URL = re.compile(rf"({_SCHEME})((?:(?!{_SCHEME})\S)*)")
+_LOGIN = re.compile(r"(?<![\w/@:.%])([\w.%+~-]+):(?!//)(\S+)@(?=[\w\[])")
+# In addresses of these, a name before @ is a user; elsewhere it is a token.
+_NAMED_USERS = ("postgresql://", "postgres://")
+_EXAMPLE = "user:password"
+# The value as libpq, JSON or a shell writes it, also if its end is cut off.
+_VALUE = r"""('(?:[^'\\]|\\.)*(?:'|\Z)|"(?:[^"\\]|\\.)*(?:"|\Z)|(?:\\.|[^\s\\])+)"""
+# The words `bearer token` in a sentence are not a secret.
+_FIELD = re.compile(
+    rf"""(?is)(pass(?:word|wd|phrase)|secret)(["']?\s*[=:]\s*){_VALUE}"""
+    rf"""|((?:\b|_)(?:pass|pwd|token|jwt|nkey|seed))(["']?\s*=\s*){_VALUE}"""
+    r"""|(authorization)(["']?\s*[=:]\s*["']?)((?:(?:basic|bearer)\s+)?\S+)"""
+    r"|(bearer)(\s+)(?!tokens?(?:[\s.,;)]|\Z))(\S+)"
+)
+# A seed of an nkey, and a JSON web token.
+_KEY = re.compile(r"\bS[UAONCPX][A-Z2-7]{40,}|\beyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]*)?")
 
 
 def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, **fields: Any) -> None:
@@ -30,9 +43,31 @@ def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, **fie
 
 
 def mask_secrets(text: str) -> str:
-    """Replace passwords in URLs, connection strings and headers by asterisks."""
-    without_urls = _URL_PASSWORD.sub(r"\1:***@", text)
-    return _PASSWORD_FIELD.sub(r"\1\4\2\5***", without_urls)
+    """Replace passwords, tokens and keys in addresses, settings and headers by asterisks."""
+    if "://" in text:
+        text = _URL.sub(_mask_url, text)
+    if "@" in text:
+        text = _LOGIN.sub(r"\1:***@", text)
+    return _KEY.sub("***", _FIELD.sub(_mask_field, text))
+
+
+def _mask_url(match: re.Match[str]) -> str:
+    scheme, rest = match[1], match[2]
+    # A password may contain @, / and other characters that should have been escaped.
+    login, is_login, host = rest.rpartition("@")
+    user, is_pair, _ = login.partition(":")
+    if not is_login or login == _EXAMPLE:
+        return match[0]
+    if is_pair:
+        return f"{scheme}{user}:***@{host}"
+    if scheme in _NAMED_USERS or ("/" in login and scheme.startswith("http")):
+        return match[0]
+    return f"{scheme}***@{host}"
+
+
+def _mask_field(match: re.Match[str]) -> str:
+    name, between, _ = (group for group in match.groups() if group is not None)
+    return f"{name}{between}***"
 
 
 def quote_logfmt(value: object) -> str:
@@ -44,10 +79,14 @@ def quote_logfmt(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}" if abs(value) < 1e6 else f"{value:.0f}"
     text = str(value)
-    if _BARE.match(text):
+    if _BARE.match(text) and text.isprintable():
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    escaped = _CONTROL.sub(lambda m: _ESCAPES.get(m[0], f"\\u{ord(m[0]):04x}"), escaped)
+    if not escaped.isprintable():
+        escaped = "".join(
+            char if char.isprintable() else _ESCAPES.get(char) or json_escape(char)
+            for char in escaped
+        )
     return f'"{escaped}"'
 
 
@@ -81,4 +120,5 @@ class JsonFormatter(_EventFormatter):
     """One JSON object for each line, with the same keys as logfmt."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return json.dumps(dict(self.pairs(record)), default=str, ensure_ascii=False)
+        line = json.dumps(dict(self.pairs(record)), default=str, ensure_ascii=False)
+        return printable_json(line)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consumer_sdk.errors import UsageError
-from consumer_sdk.transport.options import (
-    DEFAULT_PORT,
-    ConnectionOptions,
-    require_address,
+from consumer_sdk.transport.calls import (
+    DEFAULT_INBOX_PREFIX,
+    INBOX_PREFIX_FORM,
+    is_inbox_prefix,
 )
+from consumer_sdk.transport.options import DEFAULT_PORT, ConnectionOptions
+from consumer_sdk.transport.passwords import parse_command
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import Subjects
 
@@ -21,35 +23,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class NatsSettings:
-    """How to reach one deployment on NATS; the repr hides every secret."""
+class NatsSettings(ConnectionOptions):
+    """How to reach one deployment on NATS: the options of the connection, and the names there."""
 
     servers: tuple[str, ...] = field(default=("nats://127.0.0.1:4222",), repr=False)
-    prefix: str = ""
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    creds: str | None = None
-    nkey: str | None = None
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
     name: str = "tailrace-sdk"
+    prefix: str = ""
     cdc_stream: str = ""
     init_stream: str = ""
 
     def __post_init__(self) -> None:
         if not self.servers:
             raise UsageError("no NATS server is given; set NATS_URL or pass its address")
-        for server in self.servers:
-            require_address(server)
+        # Not super(): a dataclass with slots is not the class that the compiler has seen.
+        ConnectionOptions.__post_init__(self)
         try:
             self.subjects()
         except WireError as error:
             raise UsageError(str(error)) from error
+        if not is_inbox_prefix(self.inbox_prefix):
+            raise UsageError(f"NATS_INBOX_PREFIX: {self.inbox_prefix!r} {INBOX_PREFIX_FORM}")
+        given = {
+            "NATS_BRIDGE_PASSWORD": self.password,
+            "NATS_PASSWORD_FILE": self.password_file,
+            "NATS_PASSWORD_COMMAND": self.password_command,
+        }
+        names = [name for name, value in given.items() if value]
+        if len(names) > 1:
+            raise UsageError(f"{' and '.join(names)} are both given; keep one")
         for what, path in (("NATS_CREDS", self.creds), ("NATS_NKEY", self.nkey),
                            ("NATS_CA", self.ca), ("NATS_CERT", self.cert),
-                           ("NATS_KEY", self.key)):  # fmt: skip
-            if path is not None and not Path(path).is_file():
+                           ("NATS_KEY", self.key),
+                           ("NATS_PASSWORD_FILE", self.password_file)):  # fmt: skip
+            if path and not Path(path).is_file():
                 raise UsageError(f"{what}: no such file: {path}")
 
     @classmethod
@@ -64,7 +70,8 @@ class NatsSettings:
         """Read from the environment what the arguments do not give.
 
         Reads NATS_URL (several separated by commas) or NATS_HOST and NATS_PORT,
-        NATS_BRIDGE_USER, NATS_BRIDGE_PASSWORD, NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY,
+        NATS_BRIDGE_USER, NATS_BRIDGE_PASSWORD or NATS_PASSWORD_FILE or NATS_PASSWORD_COMMAND,
+        NATS_CREDS, NATS_NKEY, NATS_CA, NATS_CERT, NATS_KEY, NATS_TLS_FIRST, NATS_INBOX_PREFIX,
         BRIDGE_PREFIX, and for a deployment whose streams have other names BRIDGE_CDC_STREAM and
         BRIDGE_INIT_STREAM.
         """
@@ -76,16 +83,20 @@ class NatsSettings:
         return cls(
             servers=tuple(server if "://" in server else f"nats://{server}" for server in servers),
             prefix=env.get("BRIDGE_PREFIX", "") if prefix is None else prefix,
-            user=env.get("NATS_BRIDGE_USER") or None,
-            password=env.get("NATS_BRIDGE_PASSWORD") or None,
-            creds=env.get("NATS_CREDS") or None,
-            nkey=env.get("NATS_NKEY") or None,
-            ca=env.get("NATS_CA") or None,
-            cert=env.get("NATS_CERT") or None,
-            key=env.get("NATS_KEY") or None,
+            user=env.get("NATS_BRIDGE_USER", ""),
+            password=env.get("NATS_BRIDGE_PASSWORD", ""),
+            creds=env.get("NATS_CREDS", ""),
+            nkey=env.get("NATS_NKEY", ""),
+            ca=env.get("NATS_CA", ""),
+            cert=env.get("NATS_CERT", ""),
+            key=env.get("NATS_KEY", ""),
+            inbox_prefix=env.get("NATS_INBOX_PREFIX") or DEFAULT_INBOX_PREFIX,
             name=name or "tailrace-sdk",
             cdc_stream=env.get("BRIDGE_CDC_STREAM", ""),
             init_stream=env.get("BRIDGE_INIT_STREAM", ""),
+            password_file=env.get("NATS_PASSWORD_FILE", ""),
+            password_command=_command(env.get("NATS_PASSWORD_COMMAND", "")),
+            tls_first=_yes_or_no("NATS_TLS_FIRST", env.get("NATS_TLS_FIRST", "")),
         )
 
     def subjects(self) -> Subjects:
@@ -95,28 +106,23 @@ class NatsSettings:
         names.init_stream = self.init_stream or names.init_stream
         return names
 
-    @property
-    def address(self) -> str:
-        """The servers' URLs without user and password, for log lines."""
-        return self.connection().address
-
-    def connection(self) -> ConnectionOptions:
-        """The options for the connection."""
-        return ConnectionOptions(
-            servers=self.servers,
-            name=self.name,
-            user=self.user or "",
-            password=self.password or "",
-            creds=self.creds or "",
-            nkey=self.nkey or "",
-            ca=self.ca or "",
-            cert=self.cert or "",
-            key=self.key or "",
-        )
-
 
 def _from_host_and_port(env: Mapping[str, str]) -> str:
     host = env.get("NATS_HOST") or "127.0.0.1"
     if ":" in host and not host.startswith("["):
         host = f"[{host}]"
     return f"nats://{host}:{env.get('NATS_PORT') or DEFAULT_PORT}"
+
+
+def _command(text: str) -> tuple[str, ...]:
+    try:
+        return parse_command(text)
+    except ValueError as error:
+        raise UsageError("NATS_PASSWORD_COMMAND is not a command: a quote is not closed") from error
+
+
+def _yes_or_no(name: str, text: str) -> bool:
+    word = text.strip().lower()
+    if word not in ("", "0", "false", "no", "off", "1", "true", "yes", "on"):
+        raise UsageError(f"{name}: {text!r} is not yes or no")
+    return word in ("1", "true", "yes", "on")

@@ -6,7 +6,7 @@ import secrets
 import threading
 from typing import TYPE_CHECKING, Any
 
-from psycopg.pq import ExecStatus
+from psycopg.pq import DiagnosticField, ExecStatus
 
 from consumer_sdk.errors import NotAvailable, UsageError
 from consumer_sdk.verify.table_side import PostgresSide, connect_postgres, rollback_quietly
@@ -44,8 +44,6 @@ class SourceSnapshot:
         """
         connection = connect_postgres(dsn, "the source")
         try:
-            # With it, regclass and similar types print qualified names, as the bridge sends them.
-            connection.execute("SET search_path = ''")
             walsender = connect_postgres(
                 dsn, "the source (as a role with REPLICATION)", replication="database"
             )
@@ -72,7 +70,9 @@ class SourceSnapshot:
 
     def require_same_database(self, progress: Mapping[str, Any]) -> None:
         """Raise UsageError for a database other than the one that the source publishes."""
-        (database,) = self._connection.execute("SELECT current_database()").fetchone() or ("",)
+        (database,) = self._connection.execute(
+            "SELECT pg_catalog.current_database()"
+        ).fetchone() or ("",)
         if str(progress.get("system_id")) != self._system_id or progress["database"] != database:
             raise UsageError(
                 f"--source is not the database that source {progress['source']} publishes "
@@ -153,9 +153,11 @@ def _command(connection: psycopg.Connection[Any], command: bytes, what: str) -> 
     """The first row of a replication command, which must be sent as a simple query."""
     result = connection.pgconn.exec_(command)
     if result.status != ExecStatus.TUPLES_OK:
-        reason = (result.error_message or b"").decode("utf-8", "replace").partition("\n")[0]
+        # libpq gives the message if the server could not, as after a lost connection.
+        text = result.error_field(DiagnosticField.MESSAGE_PRIMARY) or result.error_message
+        line = (text or b"").decode("utf-8", "replace").partition("\n")[0]
         raise NotAvailable(
-            f"the source cannot be {what}: {reason.removeprefix('ERROR:').strip()}; verify needs a "
-            "role with REPLICATION and a free replication slot"
+            f"the source cannot be {what}: {line.strip()}; verify needs a role with REPLICATION "
+            "and a free replication slot"
         )
     return [(result.get_value(0, index) or b"").decode() for index in range(result.nfields)]

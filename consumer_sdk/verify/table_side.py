@@ -16,10 +16,11 @@ from consumer_sdk.errors import NotAvailable, TargetError, UsageError
 from consumer_sdk.targets.canonical import Spelling, to_sqlite
 from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.postgres import (
-    CONNECT_SECONDS,
-    SESSION,
+    key_operators,
+    open_session,
     printed,
     read_postgres_state,
+    shown,
 )
 from consumer_sdk.targets.sqlite import quote, read_sqlite_state, table_name
 from consumer_sdk.targets.target_url import display_url, split_url
@@ -93,16 +94,19 @@ class PostgresSide:
         columns = ", ".join(printed(f"t.{quote(name)}") for name in layout.names)
         table = f"{'ONLY ' if only else ''}{quote(schema.schema)}.{quote(schema.table)}"
         self._select = f"SELECT {columns} FROM {table} AS t"
-        self._count = f"SELECT count(*) FROM {table} AS t"
+        self._count = f"SELECT pg_catalog.count(*) FROM {table} AS t"
         self._where = f" WHERE ({condition})" if condition else ""
         self._key_types = self._types() if layout.key else []
+        name = f"{quote(schema.schema)}.{quote(schema.table)}"
+        self._operators = key_operators(connection, name, layout.key) if layout.key else {}
 
     def _types(self) -> list[str]:
         schema = self._layout.schema
         rows = self._connection.execute(
             # Modifier -1 gives a type without a length; a bare `character` or `bit` has length 1.
-            "SELECT a.attname, format_type(a.atttypid, -1) FROM pg_catalog.pg_attribute a "
-            "WHERE a.attrelid = to_regclass(%s) AND a.attnum > 0",
+            "SELECT a.attname, pg_catalog.format_type(a.atttypid, -1) "
+            "FROM pg_catalog.pg_attribute a "
+            "WHERE a.attrelid = pg_catalog.to_regclass(%s) AND a.attnum > 0",
             (f"{quote(schema.schema)}.{quote(schema.table)}",),
         ).fetchall()
         types = dict(rows)
@@ -123,15 +127,16 @@ class PostgresSide:
     def find(self, keys: Sequence[str]) -> dict[str, Row]:
         layout = self._layout
         values = list(zip(*map(json.loads, keys), strict=True))
-        arrays = ", ".join(f"%s::{kind}[]" for kind in self._key_types)
+        arrays = ", ".join(f"pg_catalog.unnest(%s::{kind}[])" for kind in self._key_types)
         names = ", ".join(f"k{index}" for index in range(len(values)))
         match = " AND ".join(
-            f"t.{quote(name).replace('%', '%%')} = w.k{index}"
+            f"t.{quote(name).replace('%', '%%')} {self._operators[name]} w.k{index}"
             for index, name in enumerate(layout.key)
         )
         condition = f" AND {self._where.removeprefix(' WHERE ')}" if self._where else ""
         statement = (
-            f"{self._select.replace('%', '%%')} JOIN unnest({arrays}) AS w({names}) ON {match}"
+            f"{self._select.replace('%', '%%')} "
+            f"JOIN ROWS FROM ({arrays}) AS w({names}) ON {match}"
             f"{condition.replace('%', '%%')}"
         )
         rows = self._connection.execute(
@@ -259,12 +264,9 @@ def require_conninfo(dsn: str) -> None:
 def connect_postgres(dsn: str, name: str, **options: Any) -> psycopg.Connection[Any]:
     """A session that prints values in the format of the wire."""
     try:
-        return psycopg.connect(
-            dsn, autocommit=True, connect_timeout=CONNECT_SECONDS, options=SESSION, **options
-        )
+        return open_session(dsn, **options)
     except psycopg.Error as error:
-        line = str(error).partition("\n")[0]
-        raise NotAvailable(f"{name} cannot be reached: {line}") from error
+        raise NotAvailable(f"{name} cannot be reached: {shown(error)}") from error
 
 
 @contextmanager
@@ -272,9 +274,10 @@ def reading_errors(table: str) -> Iterator[None]:
     """Turn every error of a database into NotAvailable."""
     try:
         yield
-    except (psycopg.Error, sqlite3.Error) as error:
-        line = str(error).partition("\n")[0]
-        raise NotAvailable(f"{table} cannot be compared: {line}") from error
+    except psycopg.Error as error:
+        raise NotAvailable(f"{table} cannot be compared: {shown(error)}") from error
+    except sqlite3.Error as error:
+        raise NotAvailable(f"{table} cannot be compared: {error}") from error
 
 
 def rollback_quietly(connection: psycopg.Connection[Any]) -> None:

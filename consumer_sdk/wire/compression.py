@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 import zstandard
 
 from consumer_sdk.wire.errors import DictionaryMissing, WireError
 
-MAX_PLAIN_BYTES = 512 * 1024 * 1024
+# The largest max_payload that nats-server takes. Frames never hold more, compressed or not.
+LARGEST_PLAIN_BYTES: Final = 64 * 1024 * 1024
+LARGEST_DICTIONARY_BYTES: Final = 1024 * 1024
 MAX_DECOMPRESSORS = 32
+MAX_DICTIONARIES: Final = 256
 
 
 class Dictionaries(Protocol):
@@ -29,12 +32,21 @@ def compress(data: bytes, *, level: int = 3, dictionary: bytes | None = None) ->
 class LoadedDictionaries(dict[str, bytes]):
     """Dictionaries by id, and their decompressors, which cost as much to set up as 20 uses.
 
-    Only one thread at a time may use it.
+    It holds a limited number of them; those beyond must be fetched again. Only one thread at a
+    time may use it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._ready: dict[str, zstandard.ZstdDecompressor] = {}
+
+    def add(self, dictionary_id: str, content: bytes) -> None:
+        """Add a dictionary that was fetched; WireError if it is too large to be one."""
+        if len(content) > LARGEST_DICTIONARY_BYTES:
+            raise WireError(f"zstd dictionary of more than {LARGEST_DICTIONARY_BYTES} bytes")
+        if len(self) >= MAX_DICTIONARIES:
+            self.clear()
+        self[dictionary_id] = content
 
     def decompressor(self, dictionary_id: str) -> zstandard.ZstdDecompressor:
         """The decompressor for a loaded dictionary; for an empty id, one without a dictionary."""
@@ -50,7 +62,10 @@ class LoadedDictionaries(dict[str, bytes]):
 def decompress(
     data: bytes, *, dictionary_id: str | None = None, dictionaries: Dictionaries | None = None
 ) -> bytes:
-    """Undo `compress`; DictionaryMissing names the dictionary to fetch first."""
+    """Undo `compress`; DictionaryMissing names the dictionary to fetch first.
+
+    Never returns more bytes than the frame states, and never more than LARGEST_PLAIN_BYTES.
+    """
     content: bytes | None = None
     if dictionary_id:
         content = dictionaries.get(dictionary_id) if dictionaries is not None else None
@@ -58,8 +73,12 @@ def decompress(
             raise DictionaryMissing(dictionary_id)
     try:
         size = zstandard.frame_content_size(data)
-        if size < 0 or size > MAX_PLAIN_BYTES:
-            raise WireError("zstd frame without a valid content size")
+        if not 0 <= size <= LARGEST_PLAIN_BYTES:
+            raise WireError(
+                "zstd frame without a content size"
+                if size < 0
+                else f"zstd frame of more than {LARGEST_PLAIN_BYTES} bytes"
+            )
         if isinstance(dictionaries, LoadedDictionaries):
             decompressor = dictionaries.decompressor(dictionary_id or "")
         else:

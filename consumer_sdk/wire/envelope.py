@@ -32,6 +32,7 @@ CHUNK_SHA256 = "Cdc-Sha256"
 MSG_ID = "Nats-Msg-Id"
 
 LARGEST_JSON_INTEGER = 2**53
+MOST_CHUNK_ROWS = 10_000
 _DIGITS = re.compile(r"[0-9]{1,20}\Z")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _TIMESTAMPS = (b"\xd6\xff", b"\xd7\xff", b"\xc7\x0c\xff")
@@ -281,7 +282,7 @@ def events_of(document: Document) -> list[Event]:
         return [plain]
     operation = _text(document, "operation")
     if operation not in KNOWN_OPERATIONS:
-        raise WireError(f"unknown operation {operation!r}")
+        raise WireError("unknown operation")
     source = _text(document, "source")
     epoch = unsigned(document, "epoch")
     table = _text(document, "table", "")

@@ -10,11 +10,12 @@ import hashlib
 import re
 
 from consumer_sdk.wire.errors import WireError
+from consumer_sdk.wire.escaping import decode_unicode_identifier, sql_identifier
 
 _UNSAFE = re.compile(rb"[^A-Za-z0-9_-]")
 _ESCAPE = re.compile(rb"=([0-9A-F]{2})")
 _SAFE_TOKEN = re.compile(r"(?:[A-Za-z0-9_-]|=[0-9A-F]{2})+\Z")
-_SQL_PART = re.compile(r'\s*(?:"((?:[^"]|"")+)"|([^\W\d][\w$]*))\s*')
+_SQL_PART = re.compile(r'\s*(?:([Uu]&)?"((?:[^"]|"")+)"|([^\W\d][\w$]*))\s*')
 _PLAIN_IDENTIFIER = re.compile(r"[a-z_][a-z0-9_$]*\Z")
 # With encoding UTF-8, PostgreSQL changes only ASCII letters to lower case.
 _FOLD = {upper: upper + 32 for upper in range(ord("A"), ord("Z") + 1)}
@@ -83,8 +84,9 @@ def parse_table_name(text: str) -> tuple[str, str]:
             raise WireError(
                 f'not a table name: {text!r}; write it as in SQL: users, sales.orders, "Odd Table"'
             )
-        quoted, plain = match[1], match[2]
-        parts.append(quoted.replace('""', '"') if quoted is not None else plain.translate(_FOLD))
+        is_escaped, quoted, plain = match.groups()
+        name = plain.translate(_FOLD) if quoted is None else quoted.replace('""', '"')
+        parts.append(decode_unicode_identifier(name) if is_escaped else name)
         rest = match.end()
         if rest == len(text):
             break
@@ -102,7 +104,7 @@ def quote_identifier(name: str) -> str:
     """Quote a name for display if SQL requires it."""
     if _PLAIN_IDENTIFIER.match(name):
         return name
-    return '"' + name.replace('"', '""') + '"'
+    return sql_identifier(name)
 
 
 def format_table_name(schema: str, table: str) -> str:

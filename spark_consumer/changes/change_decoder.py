@@ -1,4 +1,4 @@
-"""HOT PATH: decodes the stored messages of one table to typed changes.
+"""HOT PATH: converts the events of one table to typed changes; the SDK decodes the messages.
 
 Each schema version has its own row writer; all of them write the lake's columns.
 """
@@ -7,27 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import msgpack
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from consumer_sdk.errors import GapError
-from consumer_sdk.reading.decoder import restore_row
+from consumer_sdk.reading.decoder import read_self_contained, restore_row
 from consumer_sdk.reading.references import damaged_message
-from consumer_sdk.wire.envelope import (
-    CONTENT_TYPE,
-    JSON,
-    MSGPACK,
-    WIRE_VERSION,
-    decode_payload,
-    unsigned,
-)
+from consumer_sdk.wire.envelope import JSON
 from consumer_sdk.wire.errors import MISFITS, WireError
-from spark_consumer.changes.change_rows import (
-    OLD,
-    ChangeFacts,
-    changes_schema,
-)
+from consumer_sdk.wire.position import format_lsn
+from spark_consumer.changes.change_rows import OLD, ChangeFacts, changes_schema
 from spark_consumer.lake.column_values import RowWriter
 from spark_consumer.lake.table_definition import TEXT_SUFFIX
 
@@ -35,11 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from consumer_sdk.wire.column_types import TableSchema
+    from consumer_sdk.wire.envelope import Event
     from spark_consumer.lake.column_values import Unrepresentable
     from spark_consumer.lake.lake_table import LakePosition
     from spark_consumer.lake.table_definition import TableDefinition
 
 Row = dict[str, Any]
+Head = tuple[int, int, str, list[str] | None]
+"""Commit LSN, seq, operation and unchanged columns of a change."""
 _ROW_OPERATIONS: Final = {"INSERT": "insert", "UPDATE": "update", "DELETE": "delete"}
 BATCH_ROWS: Final = 10_000
 
@@ -68,7 +60,7 @@ class ChangeDecoder:
         self._plain = definition.plain_names
         self._rows: list[Row] = []
         self._olds: list[Row | None] = []
-        self._heads: list[tuple[int, int, str, list[str] | None]] = []
+        self._heads: list[Head] = []
         self.facts = ChangeFacts()
         self.commit_lsn = 0
 
@@ -84,52 +76,36 @@ class ChangeDecoder:
             raise damaged_message(stream_seq, WireError(repr(error)[:200])) from error
 
     def _add(self, stream_seq: int, kind: str, payload: bytes) -> Iterator[pa.RecordBatch]:
-        document = _document(kind, payload)
-        commit_lsn = document["lsn"]
-        if document["epoch"] != self._position.epoch:
+        events = read_self_contained(kind, payload)
+        first = events[0]
+        if first.epoch != self._position.epoch:
             raise GapError(
-                f"source {self._position.source} began epoch {document['epoch']}", stream_seq, 0
+                f"source {self._position.source} began epoch {first.epoch}", stream_seq, 0
             )
-        if commit_lsn <= self._position.commit_lsn:
+        if first.commit_lsn <= self._position.commit_lsn:
             return
-        operation = document["operation"]
-        seq = unsigned(document, "seq", 0)
-        if (commit_lsn | seq) >> 63:
+        if (first.commit_lsn | events[-1].seq) >> 63:
             raise WireError("a position is too large for a 64-bit integer")
-        if operation == "TRUNCATE":
-            self._take(commit_lsn, seq, "truncate", {}, None, None)
+        if first.operation == "TRUNCATE":
+            self._take(first, "truncate", {}, None, ())
             return
-        name = _ROW_OPERATIONS.get(operation)
+        name = _ROW_OPERATIONS.get(first.operation)
         if name is None:
             return
-        writer = self._writer(document.get("schema_version", 0))
+        writer = self._writer(first.schema_version)
         if writer.schema.schema_version != self._version:
             yield from self.flush()
             self._version = writer.schema.schema_version
-        rows = document.get("rows", [document])
-        if not isinstance(rows, list) or not all(isinstance(one, dict) for one in rows):
-            raise WireError("rows is not a list of rows")
-        for index, holder in enumerate(rows):
-            self._row(commit_lsn, seq + index, name, holder, writer, kind)
+        for event in events:
+            self._row(event, name, writer, kind)
         if len(self._rows) >= BATCH_ROWS:
             yield from self.flush()
 
-    def _row(
-        self,
-        commit_lsn: int,
-        seq: int,
-        operation: str,
-        holder: Row,
-        writer: RowWriter,
-        kind: str,
-    ) -> None:
-        row, old = holder.get("data"), holder.get("old")
-        if not isinstance(row, dict) or not (old is None or isinstance(old, dict)):
+    def _row(self, event: Event, operation: str, writer: RowWriter, kind: str) -> None:
+        row, old, raw, unchanged = event.data, event.old, event.raw, event.unchanged
+        if row is None:
             raise WireError("a row change without a row")
-        raw = holder.get("raw") or ()
-        unchanged = holder.get("unchanged")
-        left_out = len(unchanged) if unchanged else 0
-        if operation != "delete" and len(row) + left_out < len(writer.schema.columns):
+        if operation != "delete" and len(row) + len(unchanged) < len(writer.schema.columns):
             raise WireError(f"a row of {self._definition.name} lacks columns")
         if kind == JSON:
             restore_row(row, raw, writer.schema)
@@ -141,7 +117,7 @@ class ChangeDecoder:
         if unchanged and old is not None:
             # With REPLICA IDENTITY FULL the old row has the values that were left out.
             row.update({name: old[name] for name in unchanged if name in old})
-            unchanged = [name for name in unchanged if name not in old]
+            unchanged = tuple(name for name in unchanged if name not in old)
         if operation != "update":
             old = None
         elif self._definition.is_bag:
@@ -151,24 +127,20 @@ class ChangeDecoder:
             old.get(name) == row.get(name) for name in self._definition.key
         ):
             old = None
-        self._take(commit_lsn, seq, operation, row, old, unchanged or None)
+        self._take(event, operation, row, old, unchanged)
 
     def _take(
-        self,
-        commit_lsn: int,
-        seq: int,
-        operation: str,
-        row: Row,
-        old: Row | None,
-        unchanged: list[str] | None,
+        self, event: Event, operation: str, row: Row, old: Row | None, unchanged: Sequence[str]
     ) -> None:
+        names: list[str] | None = None
         if unchanged:
             texts = (name + TEXT_SUFFIX for name in unchanged)
-            unchanged = [self._plain[n] for n in (*unchanged, *texts) if n in self._plain]
-        self._heads.append((commit_lsn, seq, operation, unchanged))
+            names = [self._plain[n] for n in (*unchanged, *texts) if n in self._plain]
+        commit_lsn, seq = event.commit_lsn, event.seq
+        self._heads.append((commit_lsn, seq, operation, names))
         self._rows.append(row)
         self._olds.append(old)
-        left_out = frozenset(unchanged or ())
+        left_out = frozenset(names or ())
         if operation == "truncate" or old is not None or left_out:
             self.facts |= ChangeFacts(
                 truncated_at=(commit_lsn, seq) if operation == "truncate" else None,
@@ -190,28 +162,30 @@ class ChangeDecoder:
         if writer is None:
             arrays = {n: pa.nulls(len(rows), self._definition.columns.field(n).type) for n in names}
         else:
-            arrays = writer.arrays(rows, names, lambda index: self._describe(rows[index]))
+            arrays = writer.arrays(rows, names, lambda index: _position(heads[index]))
         lsns, seqs, operations, unchanged = zip(*heads, strict=True)
         yield pa.RecordBatch.from_arrays(
             [
                 pa.array(lsns, pa.int64()),
                 pa.array(seqs, pa.int64()),
                 pa.array(operations, pa.string()),
-                self._old_array(olds, writer),
+                self._old_array(olds, heads, writer),
                 pa.array(unchanged, pa.list_(pa.string())),
                 *(arrays[name] for name in names),
             ],
             schema=self._arrow_schema,
         )
 
-    def _old_array(self, olds: Sequence[Row | None], writer: RowWriter | None) -> pa.Array:
+    def _old_array(
+        self, olds: Sequence[Row | None], heads: Sequence[Head], writer: RowWriter | None
+    ) -> pa.Array:
         type_ = self._arrow_schema.field(OLD).type
         present = pa.array([old is not None for old in olds])
         if writer is None or not any(old is not None for old in olds):
             return pa.nulls(len(olds), type_)
         names = self._definition.identity
         rows = [old or {} for old in olds]
-        arrays = writer.arrays(rows, names, lambda index: self._describe(rows[index]))
+        arrays = writer.arrays(rows, names, lambda index: _position(heads[index]))
         return pa.StructArray.from_arrays(
             [arrays[name] for name in names], fields=list(type_), mask=pc.invert(present)
         )
@@ -227,28 +201,7 @@ class ChangeDecoder:
             self._writers[version] = found
         return found
 
-    def _describe(self, row: Row) -> str:
-        """The key of a row, for error messages."""
-        names = self._definition.key or row
-        return "(" + ", ".join(f"{name}={row.get(name)}" for name in names) + ")"
 
-
-def _document(kind: str, payload: bytes) -> Row:
-    document: Row
-    if kind == MSGPACK:
-        try:
-            document = msgpack.unpackb(payload)
-        except msgpack.UnpackException as error:
-            raise WireError(repr(error)) from error
-        if type(document) is not dict or document.get("v") != WIRE_VERSION:
-            document = decode_payload(None, payload)
-    else:
-        document = decode_payload({CONTENT_TYPE: kind}, payload)
-        for name in ("lsn", "epoch", "seq", "schema_version"):
-            if name in document:
-                document[name] = int(document[name])
-    if not isinstance(document["lsn"], int) or not isinstance(document["operation"], str):
-        raise WireError("no position")
-    if not isinstance(document["epoch"], int):
-        raise WireError("no epoch")
-    return document
+def _position(head: Head) -> str:
+    """A change for error messages, which show no values."""
+    return f"of change {head[1]} at {format_lsn(head[0])}"

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 from pyspark import StorageLevel
 from pyspark.sql import functions as fn
 
-from consumer_sdk.errors import CorruptData, GapError
+from consumer_sdk.errors import GapError
 from consumer_sdk.reading.progress import Progress, gap_of
+from consumer_sdk.reading.references import damaged_message
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.column_types import TableSchema
@@ -125,7 +126,7 @@ class BatchApplier:
             end = self.end.get(kept.position.source, 0)
             if end > kept.position.stream_seq:
                 # The position is past the newest schema message, so it has that version.
-                position = kept.position.moved_to(end, 0, kept.schema.schema_version)
+                position = kept.position.moved_to(end, schema_version=kept.schema.schema_version)
                 self._writer.apply(kept, StagedChanges(), position, 0)
         self._append_to_manifest(self.end)
 
@@ -147,9 +148,7 @@ class BatchApplier:
                 elif row["operation"] == "schema":
                     self._follow_schema(row["stream_seq"], TableSchema.from_document(document))
             except WireError as error:
-                raise CorruptData(
-                    f"message {row['stream_seq']} of the change stream: {error}"
-                ) from error
+                raise damaged_message(row["stream_seq"], error) from error
         return end
 
     def _follow_progress(self, stream_seq: int, progress: Progress) -> None:
@@ -157,10 +156,12 @@ class BatchApplier:
             position = kept.position
             if position.source != progress.source or stream_seq <= position.stream_seq:
                 continue
+            gap = gap_of(progress.document)
             if progress.epoch != position.epoch:
                 reason = f"source {progress.source} began epoch {progress.epoch}"
-                raise GapError(f"{reason} ({progress.gap})", position.stream_seq + 1, stream_seq)
-            gap = gap_of(progress.document)
+                if gap is not None:
+                    reason += f": {gap.reason}"
+                raise GapError(reason, position.stream_seq + 1, stream_seq)
             if gap is None or not gap.concerns(kept.definition.schema, kept.definition.table):
                 continue
             if progress.lsn < position.complete_at:
@@ -210,7 +211,7 @@ class BatchApplier:
         )
         # Version and columns are committed together, so that a new column can be distinguished from
         # one that was dropped and added again.
-        kept.position = kept.position.moved_to(0, 0, schema.schema_version)
+        kept.position = kept.position.moved_to(schema_version=schema.schema_version)
         if evolution.change == "rewrite":
             self._writer.rewrite(kept, evolution.definition)
         elif evolution.change == "add":

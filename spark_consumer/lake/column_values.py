@@ -82,10 +82,11 @@ class ColumnWriter:
             return quick, None
         try:
             return self._slow(values, describe)
-        except (pa.ArrowException, *MISFITS) as error:
+        except (pa.ArrowException, *MISFITS):
+            # Its cause may quote the value, and Spark logs the causes of errors in executors.
             raise CorruptData(
                 f"table {self._table}, column {self._name}: a value is not of type {self.type}"
-            ) from error
+            ) from None
 
     def _slow(
         self, values: Sequence[Any], describe: Callable[[int], str]
@@ -97,24 +98,24 @@ class ColumnWriter:
                 converted.append(None if value is None else self._one(value))
             except _UnrepresentableValueError:
                 if self.policy == "error":
-                    raise self.refused(value, describe(index)) from None
+                    raise self.refused(describe(index)) from None
                 if self.policy == "text":
                     texts = texts if texts is not None else [None] * len(values)
                     texts[index] = wire_text(value)
                 converted.append(None)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError):
                 raise CorruptData(
                     f"table {self._table}, column {self._name}, row {describe(index)}: "
                     f"a {type(value).__name__} instead of {self.type}"
-                ) from error
+                ) from None
         array = pa.array(converted, self.type)
         return array, None if texts is None else pa.array(texts, pa.string())
 
-    def refused(self, value: object, row: str) -> UnrepresentableError:
+    def refused(self, row: str) -> UnrepresentableError:
         """The error for a value that the type cannot represent."""
         return UnrepresentableError(
             f"table {self._table}, column {self._name}, row {row}: "
-            f"{wire_text(value)[:60]!r} does not fit {self.type}; {self._remedy}"
+            f"the value does not fit {self.type}; {self._remedy}"
         )
 
 

@@ -58,7 +58,8 @@ class DeltaLog:
         self.root = root
         self._name = name
         self._table = DeltaTable(root)
-        self._seen_version = -1
+        self._checked_version: int | None = None
+        """The table was not restored up to this version; None before the first check."""
         # The full count, so that a short run compacts too.
         self._commits = _MAINTAIN_EVERY
 
@@ -137,15 +138,16 @@ class DeltaLog:
         A RESTORE takes back the rows, but not the position.
         """
         self._table.update_incremental()
-        newest = self.version
-        if newest == self._seen_version:
+        newest, checked = self.version, self._checked_version
+        if newest == checked:
             return
         limit = 16
         while True:
             history = self._table.history(limit)
             for commit in history:
-                if int(commit["version"]) <= self._seen_version or _METADATA_KEY in commit:
-                    self._seen_version = newest
+                is_checked = checked is not None and int(commit["version"]) <= checked
+                if is_checked or _METADATA_KEY in commit:
+                    self._checked_version = newest
                     return
                 operation = str(commit.get("operation", ""))
                 if operation == "RESTORE":
@@ -163,7 +165,7 @@ class DeltaLog:
                         operation=operation,
                     )
             if len(history) < limit:
-                self._seen_version = newest
+                self._checked_version = newest
                 return
             limit *= 4
 
@@ -288,7 +290,7 @@ class DeltaLog:
         except (DeltaError, OSError) as error:
             raise LakeError(f"lake table {self._name} cannot be written: {_line(error)}") from error
         self._table.update_incremental()
-        self._seen_version = self.version
+        self._checked_version = self.version
         self._commits += 1
 
 

@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
+from consumer_sdk.transport.private_files import (
+    open_private,
+    require_own,
+    resolve_own,
+    umask_for,
+)
 from spark_consumer.errors import LakeBusyError, SetupError
 
 if TYPE_CHECKING:
@@ -33,8 +39,9 @@ def lake_lock(lake_directory: str) -> Iterator[None]:
     """Hold the lock of the lake while a block runs; the system releases it if the process dies."""
     own = own_directory(lake_directory)
     try:
+        require_own(own)
         own.mkdir(parents=True, exist_ok=True)
-        file = (own / "lock").open("a")
+        file = os.fdopen(open_private(own / "lock"), "a")
     except OSError as error:
         raise unwritable(lake_directory, error) from error
     with file:
@@ -74,7 +81,10 @@ def lake_directory(text: str) -> str:
 def require_usable_directory(directory: str) -> None:
     """Raise SetupError if the lake can be neither written nor created; writes nothing."""
     # Resolved as the tables' paths are: links are followed, and `..` is the parent directory.
-    place = Path(directory).resolve()
+    try:
+        place = resolve_own(Path(directory))
+    except OSError as error:
+        raise unwritable(directory, error) from error
     odd = _PATTERN.search(str(place))
     if odd is not None:
         raise SetupError(
@@ -98,6 +108,14 @@ def require_usable_directory(directory: str) -> None:
         raise SetupError(
             f"lake directory {directory} cannot be written: {os.strerror(number)}{where}"
         )
+
+
+def keep_private(directory: str) -> None:
+    """Let this process and its children write files as open as the lake is, a new one for us alone.
+
+    An existing directory that its group or all may read keeps being readable for them.
+    """
+    os.umask(umask_for(Path(directory)))
 
 
 def require_usable_table_root(root: str) -> None:

@@ -36,9 +36,12 @@ class LakePosition:
     schema_version: int
 
     def moved_to(
-        self, stream_seq: int, commit_lsn: int, schema_version: int | None = None
+        self, stream_seq: int = 0, commit_lsn: int = 0, schema_version: int | None = None
     ) -> LakePosition:
-        """A later position in the same history; neither sequence nor LSN ever decreases."""
+        """A later position in the same history; neither sequence nor LSN ever decreases.
+
+        What is not given stays as it is.
+        """
         return replace(
             self,
             stream_seq=max(self.stream_seq, stream_seq),

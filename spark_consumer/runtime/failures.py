@@ -1,4 +1,4 @@
-"""Errors of Spark as one line: from Java's stack traces, and from other Python processes.
+"""Errors of Spark in one line: from Java's stack traces, and from other Python processes.
 
 Spark passes on only the text of an error that an executor or its reader process raised.
 """
@@ -19,6 +19,7 @@ _THROWN: Final = re.compile(
     r"^(?:\s*Caused by: |Exception in thread \"[^\"]*\" |: )?"
     r"((?:[A-Za-z_$][\w$]*\.)+[A-Z][\w$]*)(?:: (.*))?$"
 )
+# Spark raises this without an error condition or a class of its own, so only the text shows it.
 _SLOW_START: Final = "Python worker failed to connect back"
 _PYTHON: Final = "Traceback (most recent call last)"
 _NO_OUTPUT: Final = "it printed nothing"

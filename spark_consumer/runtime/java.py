@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+from consumer_sdk.transport.child_processes import module_search
 from spark_consumer.errors import SetupError
 from spark_consumer.runtime.failures import start_failure
 
@@ -48,6 +49,9 @@ while [ "$count" -gt 0 ]; do
 done
 exec {java} "$@"
 """
+
+_NOT_FOR_JAVA: Final = ("BRIDGE_", "DATABASE_URL", "PG", "POSTGRES_")
+_READ_BY_SOURCES: Final = ("BRIDGE_PREFIX", "BRIDGE_CDC_STREAM", "BRIDGE_INIT_STREAM")
 
 _POLL_SECONDS: Final = 0.05
 _HELD_LINES: Final = 2_000
@@ -86,10 +90,29 @@ def prepare_java(environment: Mapping[str, str] | None = None) -> str | None:
     )
 
 
+def java_environment() -> dict[str, str]:
+    """The environment of Java and of Spark's Python processes, which Java starts.
+
+    They read the NATS address and login from it. What is meant for PostgreSQL or for the bridge is
+    left out, and they look for no modules in the working directory.
+    """
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _READ_BY_SOURCES or not name.startswith(_NOT_FOR_JAVA)
+    }
+    return inherited | module_search(os.environ)
+
+
 def _version(java: str) -> int | None:
     try:
         answer = subprocess.run(
-            [java, "-version"], capture_output=True, text=True, timeout=30, check=False
+            [java, "-version"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+            env=java_environment(),
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -148,7 +171,7 @@ class JavaProcess:
                     raise SetupError("Spark does not start: it was interrupted")
                 process = self._process = subprocess.Popen(
                     command,
-                    env=os.environ | gateway,
+                    env=java_environment() | gateway,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,

@@ -92,6 +92,8 @@ def _settings(options: Mapping[str, str], *, local: bool) -> dict[str, str]:
     settings = dict(_SETTINGS)
     if local:
         settings["spark.sql.shuffle.partitions"] = str(max(2, os.cpu_count() or 2))
+    # Hadoop's own umask otherwise, whatever that of this process is.
+    settings["spark.hadoop.fs.permissions.umask-mode"] = f"{_umask():03o}"
     settings.update(options)
     log4j = Path(__file__).with_name("log4j2.properties")
     java_options = f"-Dlog4j2.configurationFile={log4j.as_uri()}"
@@ -100,6 +102,13 @@ def _settings(options: Mapping[str, str], *, local: bool) -> dict[str, str]:
     given = settings.get(_JAVA_OPTIONS)
     settings[_JAVA_OPTIONS] = f"{java_options} {given}" if given else java_options
     return settings
+
+
+def _umask() -> int:
+    """The umask of this process, which can be read only by setting another one."""
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
 
 
 def _print_nothing(_request: object, _address: object) -> None:

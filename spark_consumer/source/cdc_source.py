@@ -7,7 +7,6 @@ no transaction is open. Messages are not acknowledged: the sink stores the posit
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,7 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from consumer_sdk.errors import UnknownTable
-from consumer_sdk.reading.proof import (
-    require_same_stream,
-)
+from consumer_sdk.reading.proof import require_same_stream
 from consumer_sdk.wire.subjects import Subjects, format_table_name, table_token
 from spark_consumer.lake.column_mapping import spark_schema
 from spark_consumer.lake.table_definition import define
@@ -54,8 +51,8 @@ if TYPE_CHECKING:
     from consumer_sdk.reading.decoder import Stored
     from consumer_sdk.reading.log import LogBounds
     from consumer_sdk.wire.column_types import TableSchema
+    from spark_consumer.source.transaction_ends import ReadRange
 
-logger = logging.getLogger(__name__)
 
 _LEAST_PER_PARTITION = 2_000
 
@@ -216,11 +213,11 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         bounds = self._bounds()
         first = {}
-        for source, ends in self._ends.items():
+        for source in self._ends:
             first[source] = self.options.range.first_after(bounds, source)
             if self.options.range.start.word == "latest":
                 # The first batch must not begin in the middle of a transaction.
-                first[source] = self._run(ends.find(bounds.first - 1, bounds.last, bounds.last))
+                first[source] = self._find_end(source, bounds.first - 1, bounds.last, bounds.last)
         return self._offset(first)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
@@ -234,7 +231,7 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
             if isinstance(limit, ReadMaxRows):
                 messages = limit.max_rows / self._ends[source].rows_per_message
                 goal = min(last, after + max(1, int(messages)))
-            reached[source] = self._run(self._ends[source].find(after, goal, max(last, goal)))
+            reached[source] = self._find_end(source, after, goal, max(last, goal))
         return self._offset(reached)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -263,13 +260,10 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
             self._nats.close()
             self._nats = None
 
-    def _run(self, coroutine: Any) -> Any:
+    def _find_end(self, source: str, after: int, goal: int, last: int) -> int:
+        """The end of a batch of a source; see `BatchEnds.find`."""
         assert self._nats is not None
-
-        async def wait(_: Client) -> Any:
-            return await coroutine
-
-        return self._nats.run(wait)
+        return self._nats.run(lambda _: self._ends[source].find(after, goal, last))
 
     def _bounds(self) -> LogBounds:
         if self._nats is None:
@@ -295,7 +289,7 @@ class CdcStreamReader(_RangeReader, DataSourceStreamReader, SupportsTriggerAvail
             if source not in self._ends:
                 self._ends[source] = BatchEnds(self._range_reader(source))
 
-    def _range_reader(self, source: str) -> Any:
+    def _range_reader(self, source: str) -> ReadRange:
         names = Subjects(self.options.settings.prefix)
 
         def read(first: int, end: int) -> AsyncGenerator[list[Stored], None]:

@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from consumer_sdk.reading.decoder import restore_row
+from consumer_sdk.reading.decoder import read_self_contained, restore_row
 from consumer_sdk.reading.references import damaged_message
-from consumer_sdk.wire.envelope import (
-    CONTENT_TYPE,
-    JSON,
-    ROW_OPERATIONS,
-    Event,
-    decode_payload,
-    events_of,
-    to_json_value,
-)
+from consumer_sdk.wire.envelope import JSON, ROW_OPERATIONS, Event, to_json_value
 from consumer_sdk.wire.errors import MISFITS, WireError
 from spark_consumer.lake.column_values import RowWriter
 from spark_consumer.lake.table_definition import define
@@ -71,14 +63,19 @@ def read_messages(
         )
         with nats.iterate(messages) as batches:
             for frames in batches:
-                yield nats.run(lambda client, frames=frames: _batch(client, source, frames))  # type: ignore[misc]
+                while frames:
+                    batch = nats.run(lambda client, frames=frames: _batch(client, source, frames))  # type: ignore[misc]
+                    yield batch
+                    frames = frames[batch.num_rows :]
 
 
 async def _batch(client: Client, source: str, frames: Sequence[Frame]) -> pa.RecordBatch:
+    """The first of the frames, as rows; at least one."""
     prefix = len(client.subjects.cdc) + 1
     tokens: list[str] = []
     operations: list[str] = []
     contents = await client.deployment.references.self_contained(frames)
+    frames = frames[: len(contents)]
     for frame in frames:
         token, _, operation = frame.subject[prefix:].decode().rpartition(".")
         if token == PROGRESS:
@@ -209,7 +206,7 @@ def _events(batch: pa.RecordBatch) -> Iterator[tuple[int, Event, str]]:
     columns = [batch.column(name).to_pylist() for name in ("stream_seq", "content_type", "payload")]
     for stream_seq, kind, payload in zip(*columns, strict=True):
         try:
-            events = events_of(decode_payload({CONTENT_TYPE: kind}, payload))
+            events = read_self_contained(kind, payload)
         except WireError as error:
             raise damaged_message(stream_seq, error) from error
         for event in events:

@@ -19,8 +19,10 @@ import nats
 
 from consumer_sdk import connect
 from consumer_sdk.mirror import mirror
+from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.wire.envelope import MSGPACK, encode
 from tests.bench.rig import fresh_name
+from tests.fixtures.nats import READER_ENVIRONMENT
 from tests.fixtures.publisher import COLUMNS, Publisher
 
 if TYPE_CHECKING:
@@ -58,14 +60,18 @@ async def _measure(rig: Rig, repeats: int) -> list[dict[str, Any]]:
         await _fill(Publisher(connection, packed), rows, pack=True)
     finally:
         await connection.close()
-    reading, mirroring, mirroring_packed = [], [], []
+    reading, imported, mirroring, mirroring_packed = [], [], [], []
+    rig.nats.grant(single)
     for _ in range(repeats):
-        reading.append((await _ordered(rig, single), await _decoded(rig, single)))
+        ordered = await _ordered(rig, single)
+        reading.append((ordered, await _decoded(rig.nats.url, single)))
+        imported.append((ordered, await _decoded(rig.nats.reader_url, single)))
         upserts = _upserted(rows)
         mirroring.append((upserts, await _mirrored(rig, single)))
         mirroring_packed.append((upserts, await _mirrored(rig, packed)))
     return [
         _result("decoded / ordered consumer doing nothing", reading, 0.6),
+        _result("decoded in a reader's account / ordered consumer", imported, None),
         _result("mirror into SQLite, packed / batched upserts", mirroring_packed, 0.4),
         _result("mirror into SQLite, one message a row / batched upserts", mirroring, None),
     ]
@@ -160,8 +166,9 @@ async def _ordered(rig: Rig, prefix: str) -> float:
     return EVENTS / elapsed
 
 
-async def _decoded(rig: Rig, prefix: str) -> float:
-    async with connect(rig.nats.url, prefix=prefix) as client:
+async def _decoded(url: str, prefix: str) -> float:
+    settings = NatsSettings.resolve(url, prefix=prefix, environment=READER_ENVIRONMENT)
+    async with connect(settings=settings) as client:
         received = 0
         begun = time.perf_counter()
         async with client.feed(["users"], 1) as feed:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from bridge.embedded import NatsServer, PostgresServer
+from bridge.embedded import PostgresServer
+from tests.fixtures.nats import SharedNats, accounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,7 +27,7 @@ class Rig:
     """One PostgreSQL and one NATS, alone on the machine as far as we can tell."""
 
     postgres: PostgresServer
-    nats: NatsServer
+    nats: SharedNats
     directory: Path
 
     def connect(self) -> psycopg.Connection[Any]:
@@ -48,7 +49,7 @@ def started() -> Iterator[Rig]:
     with (
         tempfile.TemporaryDirectory(prefix="tailrace-bench-") as directory,
         PostgresServer(settings=settings) as postgres,
-        NatsServer() as nats,
+        SharedNats(config=accounts("")) as nats,
     ):
         yield Rig(postgres, nats, Path(directory))
 

@@ -60,7 +60,8 @@ def measure(rig: Rig, repeats: int, rows: int = ROWS) -> list[dict[str, Any]]:
 async def _measure(rig: Rig, table: str, rows: int, repeats: int) -> list[dict[str, Any]]:
     client = await nats.connect(rig.nats.url)
     subjects = Subjects(fresh_name("bench").replace("_", ""))
-    service = await _service(rig, client, subjects, table)
+    own = await nats.connect(rig.nats.url)
+    service = await _service(rig, own, subjects, table)
     # Workers are started and warm when the measuring begins, as in a bridge that is used.
     await _snapshot(client, subjects, table, {"format": "arrow"})
     copies: list[float] = []
@@ -79,6 +80,7 @@ async def _measure(rig: Rig, table: str, rows: int, repeats: int) -> list[dict[s
                 largest[name] = max(largest[name], peak)
     finally:
         await service.stop()
+        await own.close()
         await _delete(client, subjects)
         await client.close()
     copy = median(copies)
@@ -119,7 +121,7 @@ async def _service(rig: Rig, client: Client, subjects: Subjects, table: str) -> 
         client,
         Source("bench", 1, table, subjects, as_json=False),
         ServerAccess(rig.postgres.dsn(), {"nats_url": rig.nats.url}),
-        SnapshotSettings(),
+        SnapshotSettings(interval=0),
         schemas=_Schemas(),  # type: ignore[arg-type]
         stats=BridgeStats(),
     )

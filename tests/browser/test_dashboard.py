@@ -225,7 +225,7 @@ def test_a_snapshot_is_shown_with_its_rows(
     tab = open_tab()
     answer = run_command(
         "cdc", "snapshot", "users", "--out", f"{bridge.log_path}.jsonl",
-        environment={"NATS_URL": nats_server.url, "BRIDGE_PREFIX": prefix},
+        environment={"NATS_URL": nats_server.reader_url, "BRIDGE_PREFIX": prefix},
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     job = tab.page.locator("#snapshots .job").first

@@ -21,7 +21,7 @@ async def scenario(database, prefix, nats_server, nats_client, bridge_process) -
     return Scenario(
         database,
         prefix,
-        nats_server.url,
+        nats_server.bridge_url,
         nats_client,
         bridge_process,
         flags=("--duplicate-window", "1s"),

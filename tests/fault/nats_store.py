@@ -45,5 +45,6 @@ def full_disk(server: NatsServer, stream: str, spare_bytes: int) -> Iterator[Non
 
 
 def _newest_block(server: NatsServer, stream: str) -> Path:
-    directory = server.directory / "jetstream" / "jetstream" / "$G" / "streams" / stream / "msgs"
-    return max(directory.glob("*.blk"), key=lambda path: int(path.stem))
+    store = server.directory / "jetstream" / "jetstream"
+    blocks = store.glob(f"*/streams/{stream}/msgs/*.blk")  # in the directory of its account
+    return max(blocks, key=lambda path: int(path.stem))

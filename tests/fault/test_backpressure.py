@@ -102,8 +102,7 @@ async def _fill(scenario, stream):
 
 
 async def test_a_full_stream_is_announced_and_freed_by_itself(scenario, workload):
-    await create_stream(scenario, allow_batched=True, max_bytes=3 * MEGABYTE, discard="new")
-    bridge = scenario.bridge()
+    bridge = scenario.bridge("--cdc-max-bytes", "3MB", "--wal-check-interval", "1s")
     workload.start()
     await scenario.grown(50)
     stream = scenario.subjects.cdc_stream
@@ -115,10 +114,13 @@ async def test_a_full_stream_is_announced_and_freed_by_itself(scenario, workload
     assert "exceeded" in warning["text"]
     assert "free room" in warning["remedy"]
     assert bridge.status()["health"] == "warning"
+    await eventually(
+        lambda: any(w["key"] == "cdc-size" for w in bridge.status()["warnings"]), 30, "its size"
+    )
     workload.stop()
     await scenario.api(f"STREAM.PURGE.{stream}", {"filter": filler})
     await scenario.verdict(workload)
-    assert bridge.status()["warnings"] == []
+    await eventually(lambda: bridge.status()["warnings"] == [], 20, "no warning is left")
 
 
 async def test_a_stream_full_for_long_lets_go_of_the_slot_until_there_is_room(scenario, workload):

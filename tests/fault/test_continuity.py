@@ -220,7 +220,7 @@ async def movable(own_postgres, prefix, nats_server, nats_client, bridge_process
     return Scenario(
         Database(server, "shop"),
         prefix,
-        nats_server.url,
+        nats_server.bridge_url,
         nats_client,
         lambda *flags, **options: bridge_process(
             *flags, **{"database_url": server.dsn("shop"), **options}

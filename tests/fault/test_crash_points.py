@@ -56,7 +56,7 @@ async def test_a_schema_change_is_announced_though_the_bridge_died_after_storing
 
 
 async def test_a_crash_between_the_last_chunk_and_the_meta_leaves_a_failed_snapshot(
-    scenario, holds
+    scenario, holds, nats_server
 ):
     """Without the bridge no meta is stored: readers get the failure, ask again, get all rows."""
     point = "between-chunk-and-meta"
@@ -67,7 +67,7 @@ async def test_a_crash_between_the_last_chunk_and_the_meta_leaves_a_failed_snaps
     database.execute("INSERT INTO t SELECT generate_series(1, 500)")
     await scenario.drained()
     holds.kill(point)
-    async with connect(scenario.nats_url, prefix=scenario.prefix) as client:
+    async with connect(nats_server.reader_url, prefix=scenario.prefix) as client:
         asking = asyncio.ensure_future(client.snapshot("t"))
         await eventually(lambda: not bridge.running, 60, "killed at the point")
         assert holds.is_reached(point)

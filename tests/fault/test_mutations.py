@@ -171,10 +171,10 @@ MUTATIONS = (
         r"nats: timeout",  # the end of the batch gets no answer
     ),
     mutation(
-        "a lost connection is not a doubt",
+        "after a lost connection the stream is not read back",
         "bridge/publish/publisher.py",
-        r"        self\._doubt = True\n",
-        "        self._doubt = False\n",
+        r"        self\._must_read_back = True\n",
+        "        self._must_read_back = False\n",
         "tests/fault/test_continuity.py::"
         "test_a_stream_that_lost_its_tail_while_streaming_is_not_written_to[afterwards]",
         r"the bridge is running",

@@ -9,8 +9,8 @@ import pytest
 
 from bridge.events.messages import OutgoingMessage, TransactionHeader
 from bridge.jetstream.batches import FastIngestWriter, PlainWriter
-from bridge.jetstream.fence import Fence, Fenced
-from bridge.jetstream.frames import FrameWriter
+from bridge.jetstream.fence import WRONG_LAST_SEQUENCE, Fence, Fenced
+from bridge.jetstream.frames import FrameWriter, PublishFrame
 from tests.fault.nats_binaries import OLDEST
 from tests.fault.scenario import create_stream
 from tests.fault.stream_reader import read_stream
@@ -48,7 +48,7 @@ async def _publish_raw(scenario, item, reply, headers=b""):
     """One message of a batch in the socket buffer of the stale process."""
     writer = FrameWriter(scenario.client, direct=True)
     lines = b"Nats-Msg-Id: %b\r\n%b" % (item.msg_id, headers)
-    await writer.write([(item.subject, reply, lines, item.payload)])
+    await writer.write([PublishFrame(item.subject, reply, lines, item.payload)])
 
 
 async def test_taking_the_fence_ends_a_batch_that_was_left_open(scenario):
@@ -105,7 +105,7 @@ async def test_a_fence_that_retention_took_is_written_again(scenario):
 async def test_a_stale_batch_is_refused_as_a_whole(scenario, writer_class):
     batched = writer_class is FastIngestWriter
     await create_stream(scenario, allow_batched=batched, duplicate_window=int(1e8))
-    frames = await FrameWriter.create(scenario.client)
+    frames = await FrameWriter.create(scenario.client, scenario.subjects.cdc_stream)
     stale, fresh = (_fence(scenario, name, batched=batched) for name in ("stale", "fresh"))
     writer = writer_class(scenario.client, frames, 5)
     await writer.open()
@@ -115,7 +115,7 @@ async def test_a_stale_batch_is_refused_as_a_whole(scenario, writer_class):
     outcome = await writer.send(_items(scenario, range(3, 6)), stale)
     assert outcome.stored == 0
     assert outcome.refusal is not None
-    assert outcome.refusal.fenced
+    assert outcome.refusal.code == WRONG_LAST_SEQUENCE
     assert await _numbers(scenario) == [0, 1, 2]
     await writer.close()
 
@@ -140,7 +140,7 @@ async def test_a_chain_cut_by_a_takeover_cannot_go_on(scenario_on, version):
         await _publish_raw(scenario, item, b"nobody", guard)
         before = item.msg_id
     await scenario.client.flush()
-    frames = await FrameWriter.create(scenario.client)
+    frames = await FrameWriter.create(scenario.client, scenario.subjects.cdc_stream)
     writer = PlainWriter(scenario.client, frames, 5)
     await writer.open()
     assert (await writer.send(items[3:], fresh)).refusal is None
@@ -153,7 +153,9 @@ async def test_a_stale_message_right_behind_ours_is_noticed(scenario):
     await create_stream(scenario, duplicate_window=int(1e8))
     fence = _fence(scenario, "one", batched=False)
     await fence.take()
-    writer = PlainWriter(scenario.client, await FrameWriter.create(scenario.client), 5)
+    writer = PlainWriter(
+        scenario.client, await FrameWriter.create(scenario.client, scenario.subjects.cdc_stream), 5
+    )
     await writer.open()
     items = _items(scenario, range(4))
     assert (await writer.send(items[:2], fence)).refusal is None

@@ -17,12 +17,14 @@ import psycopg
 
 from bridge.embedded import NatsCluster, NatsServer, PostgresServer, free_port
 from bridge.embedded.guardian import children
+from bridge.preflight.permissions import BRIDGE_USER, READER_USER
 from tests.fault.judge import TIMEOUT_SECONDS, Judge
 from tests.fault.lake_process import LakeProcess
 from tests.fault.scenario import Scenario, ignore
 from tests.fault.workload import ALL, Workload
 from tests.fixtures.bridge_process import BridgeProcess, clean_environment
 from tests.fixtures.mirror import MirrorProcess
+from tests.fixtures.nats import PASSWORD, accounts
 from tests.fixtures.postgres import Database
 from tests.fixtures.tcp_proxy import TcpProxy
 from tests.fixtures.waiting import eventually
@@ -58,10 +60,10 @@ class World:
         )
         self.cluster: NatsCluster | None = None
         if cluster:
-            self.cluster = self._stack.enter_context(NatsCluster(3, config=_users(admitted=True)))
+            self.cluster = self._stack.enter_context(NatsCluster(3, config=accounts(PREFIX)))
             self.nats = self.cluster.servers[0]
         else:
-            self.nats = self._stack.enter_context(NatsServer(config=_users(admitted=True)))
+            self.nats = self._stack.enter_context(NatsServer(config=accounts(PREFIX)))
         self.postgres_proxy = self._stack.enter_context(TcpProxy(self.postgres.port))
         self.nats_proxy = self._stack.enter_context(TcpProxy(self.nats.port))
         self.postgres.create_database("shop")
@@ -82,13 +84,13 @@ class World:
         self.scenario = Scenario(
             database,
             PREFIX,
-            self._url("judge", "j"),
+            self._url("admin", "admin"),
             None,  # type: ignore[arg-type]
             lambda *_, **__: self.bridge,
             slot="shop",
             seed=seed,
         )
-        self.lake = LakeProcess(self.directory, LAKE_TABLES, self.consumer_url, PREFIX, self.holds)
+        self.lake = LakeProcess(self.directory, LAKE_TABLES, self.reader_url, PREFIX, self.holds)
         self.judge = Judge(self)
         self.accounts_seen: set[int] = set()
 
@@ -97,9 +99,16 @@ class World:
         return ",".join(server.url_as(user, password) for server in servers)
 
     @property
-    def consumer_url(self) -> str:
-        """The NATS address of bridge and consumers."""
-        url = self._url("bridge", "b")
+    def bridge_url(self) -> str:
+        """The NATS address and login of the bridge."""
+        return self._through_proxy(self._url(BRIDGE_USER, PASSWORD))
+
+    @property
+    def reader_url(self) -> str:
+        """The NATS address and login of mirror, Spark and hostile readers."""
+        return self._through_proxy(self._url(READER_USER, PASSWORD))
+
+    def _through_proxy(self, url: str) -> str:
         return url if self.cluster else self.nats_proxy.through(url)
 
     @property
@@ -166,7 +175,7 @@ class World:
         arguments = ["--slot", "shop", "--pub", "pub", "--port", str(port), "--prefix", PREFIX]
         environment = clean_environment(
             DATABASE_URL=self.postgres_proxy.through(self.role_dsn),
-            NATS_URL=self.consumer_url,
+            NATS_URL=self.bridge_url,
             TAILRACE_HOLD=str(self.holds),
         )
         log = self.directory / f"bridge-{self._launched}.log"
@@ -178,7 +187,7 @@ class World:
         self._launched_at = time.monotonic()
         self.mirror = MirrorProcess(
             "--all", "--into", f"sqlite:///{self.replica}",
-            directory=self.directory, nats_url=self.consumer_url, prefix=PREFIX,
+            directory=self.directory, nats_url=self.reader_url, prefix=PREFIX,
             environment={"TAILRACE_HOLD": str(self.holds)},
         )  # fmt: skip
 
@@ -304,7 +313,9 @@ class World:
 
     def admit_bridge(self, *, admitted: bool) -> None:
         """Grant or revoke the credentials of bridge and consumers; sessions end at once."""
-        self.nats.config = _users(admitted=admitted)
+        # With another password nobody who knows the old one is let in.
+        config = accounts(PREFIX)
+        self.nats.config = config if admitted else config.replace(PASSWORD, f"not-{PASSWORD}")
         self.nats.reload()
 
     async def mirror_announces_gap(self) -> None:
@@ -350,11 +361,6 @@ def _is_worker(pid: int) -> bool:
         return b"bridge.snapshot.worker.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
-
-
-def _users(*, admitted: bool) -> str:
-    bridge = ', {user: bridge, password: "b"}' if admitted else ""
-    return f'authorization {{ users: [{{user: judge, password: "j"}}{bridge}] }}'
 
 
 def _draw_flags(rng: random.Random, replicas: int) -> list[str]:

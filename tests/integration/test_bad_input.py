@@ -64,7 +64,9 @@ def refused(command, database, prefix, nats_server):
             "--slot", f"slot_{database.name}", "--pub", pub, "--port", "0", "--prefix", prefix,
             *flags,
             environment={
-                "DATABASE_URL": database.dsn, "NATS_URL": nats_server.url, **(environment or {})
+                "DATABASE_URL": database.dsn,
+                "NATS_URL": nats_server.bridge_url,
+                **(environment or {}),
             },
         )  # fmt: skip
         assert_refused(code, printed.err, wanted, *texts)
@@ -367,7 +369,7 @@ async def test_postgresql_and_nats_that_are_not_there_yet_are_waited_for(
     bridge = bridge_process(
         wait=False,
         database_url=to_pg.through(database.dsn),
-        nats_url=to_nats.through(nats_server.url),
+        nats_url=to_nats.through(nats_server.bridge_url),
     )
     bridge.wait_logged(f"cannot connect to NATS at 127.0.0.1:{to_nats.port}: connection refused")
     bridge.wait_logged(
@@ -440,7 +442,7 @@ async def test_a_stop_does_not_wait_for_what_the_start_waits_for(
     wait_until(lambda: database.slot(f"slot_{database.name}") is None)
     to_nats = tcp_proxy(nats_server.port)
     to_nats.deaf()
-    waiting = bridge_process(wait=False, nats_url=to_nats.through(nats_server.url))
+    waiting = bridge_process(wait=False, nats_url=to_nats.through(nats_server.bridge_url))
     wait_until(lambda: to_nats.connections)
     waiting.interrupt()
     assert waiting.wait(10) == 0

@@ -172,7 +172,9 @@ async def test_a_stop_in_the_middle_of_a_backlog_confirms_only_what_is_stored(
 async def test_a_second_signal_forces_the_end(database, nats_server, bridge_process, tcp_proxy):
     create(database)
     to_nats = tcp_proxy(nats_server.port)
-    bridge = bridge_process("--drain-timeout", "60s", nats_url=to_nats.through(nats_server.url))
+    bridge = bridge_process(
+        "--drain-timeout", "60s", nats_url=to_nats.through(nats_server.bridge_url)
+    )
     to_nats.deaf()
     write(database, 3)
     wait_until(lambda: bridge.status()["wal_messages_received"] >= 30)
@@ -190,7 +192,9 @@ async def test_a_drain_that_cannot_end_is_given_up_in_time(
 ):
     create(database)
     to_nats = tcp_proxy(nats_server.port)
-    bridge = bridge_process("--drain-timeout", "1s", nats_url=to_nats.through(nats_server.url))
+    bridge = bridge_process(
+        "--drain-timeout", "1s", nats_url=to_nats.through(nats_server.bridge_url)
+    )
     to_nats.deaf()
     write(database, 3)
     wait_until(lambda: bridge.status()["wal_messages_received"] >= 30)

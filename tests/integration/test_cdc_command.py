@@ -21,6 +21,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.fixtures.bridge_process import clean_environment
+from tests.fixtures.nats import READER_ENVIRONMENT
 from tests.fixtures.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -131,7 +132,9 @@ def following(shop: Shop, nats_server: NatsServer) -> Iterator[subprocess.Popen[
     """A `cdc tail` that is following."""
     process = subprocess.Popen(
         [CDC, "tail", "users", "--json"],
-        env=clean_environment(NATS_URL=nats_server.url, BRIDGE_PREFIX=shop.prefix),
+        env=clean_environment(
+            NATS_URL=nats_server.reader_url, **READER_ENVIRONMENT, BRIDGE_PREFIX=shop.prefix
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -216,7 +219,9 @@ def test_snapshot_writes_json_lines(shop: Shop, tmp_path: Path) -> None:
 def test_a_snapshot_that_waits_shows_on_a_terminal_whom_it_waits_for(
     shop: Shop, nats_server: NatsServer
 ) -> None:
-    environment = clean_environment(NATS_URL=nats_server.url, BRIDGE_PREFIX=shop.prefix)
+    environment = clean_environment(
+        NATS_URL=nats_server.reader_url, **READER_ENVIRONMENT, BRIDGE_PREFIX=shop.prefix
+    )
     with shop.database.connect(autocommit=False, application_name="slow importer") as writer:
         writer.execute("UPDATE users SET name = name")
         ours, theirs = pty.openpty()

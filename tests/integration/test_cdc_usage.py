@@ -86,7 +86,7 @@ def test_credentials_without_a_key_are_refused_also_where_nobody_asks_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "junk.creds").write_text("junk")
-    monkeypatch.setenv("NATS_URL", nats_server.url)
+    monkeypatch.setenv("NATS_URL", nats_server.reader_url)
     monkeypatch.setenv("NATS_CREDS", str(tmp_path / "junk.creds"))
     assert "does not hold a NATS key" in refused(2, "tables")
 

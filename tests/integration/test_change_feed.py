@@ -91,8 +91,8 @@ async def test_an_unread_feed_holds_a_bounded_number_of_messages(
     async with client.feed(None, 1, max_batch=1) as feed:
         stored = await anext(feed)
         held = feed._consumer._demand
-        await eventually(lambda: held._asked == 0 or held._bytes > 16_000_000)
-        assert held._bytes < 48_000_000
+        await eventually(lambda: held._requested == 0 or held._buffered_bytes > 16_000_000)
+        assert held._buffered_bytes < 48_000_000
         stored += await read_events(feed, 699)
     assert ids(stored) == list(range(700))
 

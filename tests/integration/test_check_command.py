@@ -154,7 +154,7 @@ def test_the_printed_setup_makes_a_role_that_passes_the_check_and_no_more(
     name = 'odd "role'
     url = f"postgresql://odd%20%22role:s3cret@127.0.0.1:{server.port}/postgres"
     arguments = ["check", "--slot", "s", "--pub", "pub", "--prefix", prefix]
-    environment = {"DATABASE_URL": url, "NATS_URL": nats_server.url}
+    environment = {"DATABASE_URL": url, "NATS_URL": nats_server.bridge_url}
     printed = run_command("bridge", *arguments, "--fix-sql", environment=environment)
     assert printed.returncode == 0, printed.stderr
     assert "s3cret" not in printed.stdout
@@ -200,7 +200,7 @@ def test_a_locked_table_is_named_instead_of_waited_for(
         answer = check()
         assert (answer.returncode, answer.stderr) == (0, "")
         assert f"PostgreSQL: table users is locked by session {pid} (" in answer.stdout
-        assert f"SELECT pg_terminate_backend({pid});" in answer.stdout
+        assert f"SELECT pg_catalog.pg_terminate_backend({pid});" in answer.stdout
         setup = check("--fix-sql")
     assert setup.returncode == 3
     assert len(setup.stderr.splitlines()) == 1
@@ -218,3 +218,18 @@ def test_a_query_that_is_cancelled_is_a_finding(
         setup = check("--fix-sql")
     assert setup.returncode == 3
     assert len(setup.stderr.splitlines()) == 1
+
+
+def test_plain_text_to_other_machines_and_example_passwords_are_warned_of(
+    published: Database, check: Callable[..., Any]
+) -> None:
+    elsewhere = published.dsn.replace("127.0.0.1", "db.example") + "?hostaddr=127.0.0.1"
+    answer = check("--json", DATABASE_URL=elsewhere, BRIDGE_ADMIN_TOKEN="change-me")
+    found = json.loads(answer.stdout)
+    assert found["ok"], answer.stdout
+    warned = {one["code"] for one in found["findings"] if one["severity"] == "warning"}
+    assert {"pg-tls", "example-password"} <= warned
+    away = check("--json", NATS_URL="nats://me:s3cret@no-such-host.invalid:4222")
+    codes = {one["code"] for one in json.loads(away.stdout)["findings"]}
+    assert {"nats-tls", "nats-unreachable"} <= codes
+    assert "s3cret" not in away.stdout

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 import nats
 import pytest
 
+from bridge.config import Settings
 from bridge.errors import BrokerError
+from bridge.jetstream.connection import open_connection
+from bridge.jetstream.frames import FrameWriter
 from bridge.jetstream.streams import api
 from bridge.preflight import Finding, raise_if_blocked
 from bridge.preflight.nats import check_nats
@@ -33,6 +36,8 @@ SOUND: dict[str, Any] = {
     "duplicate_window": 10 * SECOND,
     "allow_direct": True,
     "allow_batched": True,
+    "max_bytes": 10**9,
+    "discard": "new",
 }
 
 
@@ -54,7 +59,10 @@ CASES = [
     Case("stream-no-ack", "problem", {"no_ack": True, "allow_batched": False}),
     Case("stream-sealed", "problem", update={"sealed": True}),
     Case("stream-memory", "problem", {"storage": "memory"}),
-    Case("stream-discard-new", "warning", {"discard": "new", "max_bytes": 10**9}),
+    Case("stream-discard-old", "warning", {"discard": "old"}),
+    Case("stream-discard-old", "warning", {"discard": "old"}, stream="init"),
+    Case("stream-no-limit", "warning", {"max_bytes": -1}),
+    Case("stream-no-limit", "warning", {"max_bytes": -1}, stream="init"),
     Case("stream-max-msgs", "warning", {"max_msgs": 1000}),
     Case("stream-message-size", "warning", {"max_msg_size": 1000}),
     Case("stream-allow-direct", "warning", {"allow_direct": False}),
@@ -115,11 +123,14 @@ async def test_sound_streams_have_no_finding_but_the_unknown_sync_interval(
     assert {finding.code for finding in found if finding.severity != "ok"} == {"durability"}
 
 
-async def test_an_empty_account_has_no_finding_but_the_unknown_sync_interval(
+async def test_an_empty_account_has_no_finding_but_what_cannot_be_seen(
     nats_client: Client, prefix: str
 ) -> None:
     found = await findings(nats_client, prefix)
-    assert {finding.code for finding in found if finding.severity != "ok"} == {"durability"}
+    seen = {finding.code for finding in found if finding.severity != "ok"}
+    assert seen == {"durability", "stream-no-limit"}
+    (finding,) = matching(found, "stream-no-limit")
+    assert finding.what == f"stream {prefix}_CDC will be created without a size limit"
 
 
 @pytest.mark.parametrize(
@@ -298,13 +309,13 @@ async def test_missing_permissions_are_named_and_the_printed_block_is_enough(
 ) -> None:
     server = own_nats(config=USER.format(permissions=permissions))
     options = {"servers": [server.url_as("bridge", "secret")]}
-    (finding,) = await check_permissions(options, Subjects())
+    (finding,) = await check_permissions(options, Subjects(), "_INBOX")
     assert finding.severity == "problem"
     assert finding.blocks
     block = "\n".join(line for line in finding.fix.splitlines() if not line.startswith("#"))
     server.config = USER.format(permissions=block)
     server.restart()
-    (finding,) = await check_permissions(options, Subjects())
+    (finding,) = await check_permissions(options, Subjects(), "_INBOX")
     assert finding.severity == "ok"
     client = await nats.connect(**options)
     try:
@@ -320,7 +331,7 @@ async def test_the_permission_trial_leaves_nothing_behind(
     subjects = Subjects(prefix)
     await create_both(nats_client, prefix, Case("", ""))
     await nats_client.jetstream().create_key_value(bucket=subjects.schemas_bucket)
-    await check_permissions({"servers": [nats_server.url]}, subjects)
+    await check_permissions({"servers": [nats_server.bridge_url]}, subjects, "_INBOX")
     names = [subjects.cdc_stream, subjects.init_stream, f"KV_{subjects.schemas_bucket}"]
     for name in names:
         info = await api(nats_client, f"STREAM.INFO.{name}")
@@ -335,7 +346,7 @@ async def test_sync_interval_is_read_from_the_monitoring_port(
 ) -> None:
     server = own_nats()
     client = await connected(server)
-    found = await findings(client, "", monitor_url=server.monitor_url)
+    found = await findings(client, "", settings=Settings(nats_monitor=server.monitor_url))
     (finding,) = matching(found, "durability")
     assert "every 120 s" in finding.what.replace("2 min", "120 s")
     assert "sync_interval: always" in finding.fix
@@ -343,10 +354,10 @@ async def test_sync_interval_is_read_from_the_monitoring_port(
     server.jetstream = {"sync_interval": "always"}
     server.restart()
     client = await connected(server)
-    found = await findings(client, "", monitor_url=server.monitor_url)
+    found = await findings(client, "", settings=Settings(nats_monitor=server.monitor_url))
     assert matching(found, "durability") == []
     assert any("on disk" in finding.what for finding in found if finding.code == "durability")
-    found = await findings(client, "", monitor_url="http://127.0.0.1:1")
+    found = await findings(client, "", settings=Settings(nats_monitor="http://127.0.0.1:1"))
     assert len(matching(found, "nats-monitor")) == 1
     await client.close()
 
@@ -370,3 +381,16 @@ async def test_a_single_replica_in_a_cluster_is_reported_until_there_are_three(
 
 def _snippet(finding: Finding) -> str:
     return finding.fix.splitlines()[0].partition("nats-server.conf: ")[2]
+
+
+async def test_frames_are_written_to_the_transport_under_the_printed_permissions(
+    nats_server: Any, nats_client: Client, prefix: str
+) -> None:
+    stream = Subjects(prefix).cdc_stream
+    await nats_client.jsm().add_stream(name=stream, subjects=[Subjects(prefix).cdc_all])
+    client = await open_connection(servers=[nats_server.bridge_url])
+    try:
+        writer = await FrameWriter.create(client, stream)
+        assert writer.direct
+    finally:
+        await client.close()

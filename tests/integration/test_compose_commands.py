@@ -20,6 +20,7 @@ from nats.js.errors import APIError
 
 from bridge.embedded import GuardedProcess, free_port
 from bridge.embedded.nats import find_binary
+from bridge.preflight.permissions import READER_INBOX
 from tests.fixtures.bridge_process import BridgeProcess, clean_environment
 from tests.fixtures.waiting import eventually, wait_until
 
@@ -61,7 +62,7 @@ class Stack:
     def command(self, service: str) -> list[str]:
         words = [*SERVICES[service].get("entrypoint", []), *SERVICES[service]["command"]]
         return [
-            word.replace("@postgres:5432/", f"@127.0.0.1:{self.postgres.port}/") for word in words
+            word.replace("@replica:5432/", f"@127.0.0.1:{self.postgres.port}/") for word in words
         ]
 
 
@@ -70,7 +71,9 @@ def stack(own_postgres: Callable[..., PostgresServer], tmp_path: Path) -> Iterat
     words = SERVICES["postgres"]["command"]
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     postgres = own_postgres(18, settings=settings)
-    initialise(postgres)
+    # One server for both: the stack has two so that the mirror cannot reach the source.
+    initialise(postgres, "postgres")
+    initialise(postgres, "replica")
     nats_port, monitor_port = free_port(), free_port()
     process = GuardedProcess(
         "nats-server",
@@ -95,11 +98,12 @@ def _nats_flags(store: Path) -> list[str]:
     return [here.get(word, word) for word in SERVICES["nats"]["command"]]
 
 
-def initialise(postgres: PostgresServer) -> None:
+def initialise(postgres: PostgresServer, service: str) -> None:
     """What the image's entry point does with the mounted files, in order."""
-    variables = {key: str(value) for key, value in SERVICES["postgres"]["environment"].items()}
-    with psycopg.connect(postgres.dsn(), autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {variables['POSTGRES_DB']}")  # type: ignore[arg-type]
+    variables = {key: str(value) for key, value in SERVICES[service]["environment"].items()}
+    if "POSTGRES_DB" in variables:
+        with psycopg.connect(postgres.dsn(), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {variables['POSTGRES_DB']}")  # type: ignore[arg-type]
     environment = {
         **os.environ,
         **variables,
@@ -109,7 +113,7 @@ def initialise(postgres: PostgresServer) -> None:
         "PGPORT": str(postgres.port),
         "PATH": f"{postgres.bin_directory}:{os.environ['PATH']}",
     }
-    mounts = [volume for volume in SERVICES["postgres"]["volumes"] if "initdb.d" in volume]
+    mounts = [volume for volume in SERVICES[service]["volumes"] if "initdb.d" in volume]
     for volume in sorted(mounts, key=lambda one: one.split(":")[1]):
         path = COMPOSE / volume.split(":")[0]
         command = ["sh", str(path)]
@@ -188,7 +192,9 @@ async def test_the_consumer_of_the_stack_reads_but_cannot_write(
     async def note(error: Exception) -> None:
         refused.append(str(error))
 
-    client = await nats.connect(stack.nats_url("consumer"), error_cb=note)
+    client = await nats.connect(
+        stack.nats_url("consumer"), error_cb=note, inbox_prefix=READER_INBOX
+    )
     try:
         info = await client.jsm().stream_info("CDC")
         assert info.state.messages > 0

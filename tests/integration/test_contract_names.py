@@ -104,14 +104,16 @@ async def test_missing_streams_and_buckets_are_created_with_safe_defaults(
     assert cdc_stream["max_bytes"] == 64 * 1024**2
     assert cdc_stream["retention"] == "limits"
     assert cdc_stream["storage"] == "file"
-    assert cdc_stream["discard"] == "old"
+    # A full stream makes the bridge wait; nothing is removed before its age.
+    assert cdc_stream["discard"] == "new"
     assert cdc_stream["max_msgs"] == cdc_stream["max_msgs_per_subject"] == -1
     assert cdc_stream["num_replicas"] == 1
     assert 0 < cdc_stream["duplicate_window"] <= 120 * 10**9
     init = await raw_config(nats_client, names.init_stream)
     assert init["subjects"] == [f"{prefix}.init.>"]
     assert init["max_age"] == 7 * DAY * 10**9
-    assert (init["retention"], init["storage"], init["max_bytes"]) == ("limits", "file", -1)
+    assert (init["retention"], init["storage"], init["discard"]) == ("limits", "file", "new")
+    assert 0 < init["max_bytes"] <= 60 * 1024**3
     for bucket in (names.schemas_bucket, names.bridge_bucket, names.dicts_bucket):
         config = await raw_config(nats_client, f"KV_{bucket}")
         # What is kept there outlives the stream's retention.

@@ -94,7 +94,7 @@ async def test_column_types_are_those_of_events(database: Database) -> None:
     catalog = Catalog(database.dsn)
     async with await psycopg.AsyncConnection.connect(database.dsn, autocommit=True) as connection:
         await set_session(connection)
-        shape, _ = await describe_table(connection, "pub", "public", "t")
+        shape = (await describe_table(connection, "pub", "public", "t")).description
     try:
         expected = await catalog.column_types([(c.type.oid, c.type.typmod) for c in shape.columns])
     finally:

@@ -284,7 +284,7 @@ async def test_a_gap_in_the_middle_of_a_busy_stream_repeats_no_event(
     database.execute("CREATE TABLE filtered (id int PRIMARY KEY)")
     database.publish("busy", "filtered")
     proxy = tcp_proxy(nats_server.port)
-    bridge_process(nats_url=proxy.through(nats_server.url))
+    bridge_process(nats_url=proxy.through(nats_server.bridge_url))
     await eventually(lambda: remembered(cdc, database))
     # Longer than the deduplication window, so that it hides nothing.
     proxy.delay(0.1)

@@ -19,6 +19,7 @@ import pytest
 
 import consumer_sdk.examples
 from tests.fixtures.bridge_process import clean_environment
+from tests.fixtures.nats import READER_ENVIRONMENT
 from tests.fixtures.waiting import wait_until, whole_lines
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def start(
     database.execute("INSERT INTO users SELECT n, 'user', NULL FROM generate_series(1, 3) n")
     database.publish("users")
     bridge_process()
-    environment = clean_environment(NATS_URL=nats_server.url, BRIDGE_PREFIX=prefix)
+    environment = clean_environment(
+        NATS_URL=nats_server.reader_url, **READER_ENVIRONMENT, BRIDGE_PREFIX=prefix
+    )
     started: list[Example] = []
 
     def run(name: str, *arguments: str) -> Example:

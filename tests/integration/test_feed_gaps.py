@@ -93,7 +93,7 @@ async def test_a_stream_that_ends_before_the_start_is_a_gap(
 
 
 async def test_a_missing_stream_is_not_available(nats_server: NatsServer, prefix: str) -> None:
-    async with connect(nats_server.url, prefix=prefix) as client:
+    async with connect(nats_server.reader_url, prefix=prefix) as client:
         with pytest.raises(NotAvailable, match="has a bridge run"):
             await anext(client.feed(None, 1))
 

@@ -33,7 +33,7 @@ async def test_a_cut_connection_is_restored_without_loss_or_repetition(
 ) -> None:
     proxy = tcp_proxy(nats_server.port)
     async with (
-        connect(proxy.through(nats_server.url), prefix=prefix) as client,
+        connect(proxy.through(nats_server.reader_url), prefix=prefix) as client,
         client.feed(["users"], 1, max_batch=2) as feed,
     ):
         seen: list[Any] = []
@@ -72,7 +72,7 @@ async def test_a_deaf_connection_is_noticed_by_missing_heartbeats(
     monkeypatch.setattr("consumer_sdk.reading.demand.STALL_SECONDS", 0.6)
     monkeypatch.setattr("consumer_sdk.transport.api.API_TIMEOUT_SECONDS", 0.5)
     proxy = tcp_proxy(nats_server.port)
-    async with connect(proxy.through(nats_server.url), prefix=prefix) as client:
+    async with connect(proxy.through(nats_server.reader_url), prefix=prefix) as client:
         feed = client.feed(["users"], 1)
         await publisher.insert(1)
         assert ids(await read_events(feed, 1)) == [1]

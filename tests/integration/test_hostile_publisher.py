@@ -58,6 +58,31 @@ async def test_an_object_that_is_not_what_it_says_is_corrupt(
             await anext(client.feed(None, 1))
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param([b""] * 60 + [None], id="empty pieces"),
+        pytest.param([b"x"] * 60, id="pieces of one byte"),
+        pytest.param([None, b"x" * 100], id="more than its size"),
+        pytest.param([b"x" * 10_000], id="one piece of more than its size"),
+    ],
+)
+async def test_the_pieces_of_an_object_are_bounded_by_its_size(
+    publisher: Publisher, client: Client, pieces: list[bytes | None]
+) -> None:
+    content = encode({"data": {"id": 1, "name": "x" * 20}})
+    ref = await publisher.put_object("wide", content)
+    bucket = publisher.subjects.objects_bucket
+    for piece in pieces:
+        await publisher.js.publish(f"$O.{bucket}.C.forged", content if piece is None else piece)
+    good = {"name": "wide", "nuid": "forged", "size": len(content), "chunks": 1, "bucket": bucket}
+    await _describe(publisher, "wide", json.dumps(good).encode())
+    await publisher.send(publisher.event("users", "INSERT", lsn=0x2000, ref=ref, last=True))
+    async with asyncio.timeout(60):
+        with pytest.raises(CorruptData, match="object wide has other pieces than"):
+            await anext(client.feed(None, 1))
+
+
 async def test_a_row_among_the_schemas_does_not_have_its_schema_looked_up(
     publisher: Publisher, client: Client
 ) -> None:
@@ -151,7 +176,7 @@ async def test_what_a_stranger_answers_cannot_steer_the_terminal(
         await message.respond(encode({"v": 1, "ok": False, "error": reason}))
 
     await publisher.client.subscribe(publisher.subjects.snapshot_request("users"), cb=refuse)
-    environment = {"NATS_URL": nats_server.url, "BRIDGE_PREFIX": prefix}
+    environment = {"NATS_URL": nats_server.reader_url, "BRIDGE_PREFIX": prefix}
     result = await asyncio.to_thread(
         run_command, "cdc", "snapshot", "users", environment=environment
     )

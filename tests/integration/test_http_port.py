@@ -2,71 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bridge.errors import SettingsError
-from bridge.telemetry.http import MAX_CONNECTIONS, HttpServer
+from bridge.telemetry.access import Access
+from bridge.telemetry.http import HttpServer
 from bridge.telemetry.stats import BridgeStats
+from tests.fixtures.http_port import Served
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-
-class Served:
-    """A server with its stats and what it was asked to do."""
-
-    def __init__(self, admin_token: str | None = None, host: str = "127.0.0.1") -> None:
-        self.stats = BridgeStats()
-        self.shutdowns = 0
-        self.streams: dict[str, Any] = {"CDC": {"messages": 5}}
-        self.server = HttpServer(
-            self.stats,
-            host=host,
-            port=0,
-            admin_token=admin_token,
-            request_shutdown=self._shutdown,
-            stream_info=self._stream_info,
-        )
-
-    def _shutdown(self) -> None:
-        self.shutdowns += 1
-
-    async def _stream_info(self, name: str) -> dict[str, Any] | None:
-        if name == "BROKEN":
-            raise RuntimeError("nats://u:hidden@h is away")
-        if name == "SLOW":
-            raise TimeoutError
-        return self.streams.get(name)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.port}"
-
-    async def ask(self, path: str, method: str = "GET", **options: Any) -> tuple[int, str]:
-        async with (
-            aiohttp.ClientSession() as session,
-            session.request(method, self.url + path, **options) as answer,
-        ):
-            return answer.status, await answer.text()
-
-    async def raw(self, data: bytes) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.server.port)
-        writer.write(data)
-        if writer.can_write_eof():
-            writer.write_eof()
-        try:
-            return await asyncio.wait_for(reader.read(), 10)
-        except ConnectionError:
-            return b""
-        finally:
-            writer.close()
 
 
 @pytest.fixture
@@ -79,7 +30,7 @@ async def served() -> AsyncIterator[Served]:
 
 @pytest.fixture
 async def guarded() -> AsyncIterator[Served]:
-    one = Served(admin_token="correct-token")
+    one = Served(Access("correct-token"))
     await one.server.start()
     yield one
     await one.server.stop()
@@ -233,26 +184,6 @@ async def test_junk_is_answered_or_dropped_and_harms_nothing(
     assert served.shutdowns == 0
     assert (await served.ask("/health"))[0] == 200
     assert not [record for record in caplog.records if record.exc_info]
-
-
-async def test_idle_connections_cannot_use_up_the_process(served: Served) -> None:
-    writers = []
-    try:
-        for _ in range(MAX_CONNECTIONS + 40):
-            _, writer = await asyncio.open_connection("127.0.0.1", served.server.port)
-            writer.write(b"GET / HTTP/1.1\r\n")
-            writers.append(writer)
-    finally:
-        for writer in writers:
-            writer.close()
-
-    async def answers() -> bool:
-        try:
-            return (await served.ask("/health"))[0] == 200
-        except aiohttp.ClientError:
-            return False
-
-    await eventually(answers)
 
 
 async def test_a_taken_port_is_a_one_line_settings_error(served: Served) -> None:

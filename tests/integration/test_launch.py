@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.fixtures.bridge_process import clean_environment
+from tests.fixtures.nats import READER_ENVIRONMENT
 from tests.fixtures.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -119,8 +120,9 @@ def test_a_password_among_the_arguments_is_warned_of_in_one_line(
 
 
 def test_a_password_among_the_arguments_works(shop, nats_server) -> None:
-    url = nats_server.url.replace("nats://", f"nats://u:{SECRET}@")
-    done = run("cdc", "tables", "--nats", url, environment=shop)
+    done = run(
+        "cdc", "tables", "--nats", nats_server.reader_url, environment=shop | READER_ENVIRONMENT
+    )
     assert done.returncode == 0
     assert b"users" in done.stdout
     assert done.stderr.count(b"\n") == 1

@@ -161,7 +161,7 @@ async def test_mirror_stopped_until_the_stream_has_trimmed_past_it_is_repaired(
 ) -> None:
     Workload.create(database.dsn, rows=300)
     database.publish(*Workload.TABLES)
-    bridge_process()
+    bridge_process("--cdc-discard", "old")
     path = tmp_path / "replica.db"
     arguments = (*Workload.TABLES, "--into", f"sqlite:///{path}")
     mirror = mirror_process(*arguments, "--once")

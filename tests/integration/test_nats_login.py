@@ -140,4 +140,4 @@ def test_user_and_password_may_be_percent_encoded(
     assert "there is no bucket" in tables.stderr
     assert "no tables to release" in run_command(*DROP, environment=environment).stdout
     wrong = run_command("cdc", "tables", environment={"NATS_URL": server.url_as("u%2F1", "p%40ss")})
-    assert "refuses the connection" in wrong.stderr
+    assert "refuses the credentials" in wrong.stderr

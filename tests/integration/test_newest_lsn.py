@@ -25,7 +25,7 @@ async def test_positions_of_another_epoch_say_nothing_of_this_one(
         before.event("users", "INSERT", lsn=0x9000, data={"id": 1}, last=True, end_lsn=0x9001)
     )
     await before.progress(lsn=0x9000)
-    async with connect(nats_server.url, prefix=prefix) as client:
+    async with connect(nats_server.reader_url, prefix=prefix) as client:
         assert await newest_lsn(client.deployment, "shop", 1, 0x1200) == 0x9000
         assert await newest_lsn(client.deployment, "shop", 2, 0x1200) == 0
         after = Publisher(nats_client, prefix, epoch=2)

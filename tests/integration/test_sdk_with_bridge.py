@@ -86,7 +86,7 @@ async def test_values_are_equal_in_every_encoding_of_changes_and_snapshots(
     database.execute(TABLE)
     database.publish("everything")
     await asyncio.to_thread(bridge_process, *flags)
-    async with connect(nats_server.url, prefix=prefix) as client:
+    async with connect(nats_server.reader_url, prefix=prefix) as client:
         database.execute(f"INSERT INTO everything VALUES {FULL_ROW}, {EDGE_ROW}, {NULL_ROW}")
         changes = client.changes(["everything"], after="start")
         transaction = await asyncio.wait_for(anext(changes), 20)
@@ -127,7 +127,7 @@ async def test_odd_values_are_equal_in_changes_and_snapshots(
     database.execute(ODD)
     database.publish("odd")
     await asyncio.to_thread(bridge_process)
-    async with connect(nats_server.url, prefix=prefix) as client:
+    async with connect(nats_server.reader_url, prefix=prefix) as client:
         database.execute(ODD_ROWS)
         changes = client.changes(["odd"], after="start")
         async with asyncio.timeout(20):
@@ -155,7 +155,7 @@ async def test_wide_rows_come_whole_from_changes_and_snapshots(
     database.execute("CREATE TABLE wide (id int PRIMARY KEY, body bytea)")
     database.publish("wide")
     await asyncio.to_thread(bridge_process)
-    async with connect(nats_server.url, prefix=prefix) as client:
+    async with connect(nats_server.reader_url, prefix=prefix) as client:
         database.execute(
             "INSERT INTO wide SELECT n, decode(repeat(md5(n::text), 60000 * n), 'hex') "
             "FROM generate_series(1, 3) n"
@@ -182,7 +182,7 @@ async def test_transactions_across_tables_come_whole_under_load(
     database.publish("a", "b", "c")
     await asyncio.to_thread(bridge_process)
     total = 300
-    async with connect(nats_server.url, prefix=prefix) as client:
+    async with connect(nats_server.reader_url, prefix=prefix) as client:
         readers = [
             client.changes(["a", "b"], after="start"),
             client.changes(None, after="start"),
@@ -221,7 +221,7 @@ async def test_logical_messages_and_changes_of_one_transaction(
     database.execute("CREATE TABLE orders (id int PRIMARY KEY)")
     database.publish("orders")
     await asyncio.to_thread(bridge_process)
-    async with connect(nats_server.url, prefix=prefix) as client:
+    async with connect(nats_server.reader_url, prefix=prefix) as client:
         database.execute(
             "SELECT pg_logical_emit_message(true, 'audit', 'before');"
             "INSERT INTO orders VALUES (1);"
@@ -250,7 +250,7 @@ async def test_a_feed_survives_the_bridge(
     database.execute("CREATE TABLE users (id int PRIMARY KEY)")
     database.publish("users")
     first = await asyncio.to_thread(bridge_process)
-    async with connect(nats_server.url, prefix=prefix) as client:
+    async with connect(nats_server.reader_url, prefix=prefix) as client:
         await eventually(client.tables)
         changes = client.changes(["users"], after="start")
         seen: list[int] = []

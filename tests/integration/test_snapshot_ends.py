@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from nats.js.api import DiscardPolicy
 
 from bridge.snapshot.tables import PIECE_BYTES
 from tests.fixtures.postgres import both_versions
@@ -34,7 +35,7 @@ def create_users(database: Database, rows: int = 10) -> None:
 def worker_pids() -> list[int]:
     """Processes of snapshot workers that this process has started."""
     listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+        ["ps", "-ww", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     )
     fields = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
     return [
@@ -451,6 +452,41 @@ async def test_a_full_init_stream_is_a_failure_not_a_hole(
     reason = await snapshots.failure("users", answer["snapshot_id"])
     assert "look at its limits" in reason
     assert await snapshots.metas("users") == []
+
+
+async def test_superseded_snapshots_make_room_for_new_ones(
+    database: Database, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_users(database, 10_000)
+    js = snapshots.client.jetstream()
+    names = snapshots.subjects
+    await js.delete_stream(names.init_stream)
+    await js.add_stream(
+        name=names.init_stream,
+        subjects=[names.init_all],
+        max_bytes=1_000_000,
+        discard=DiscardPolicy.NEW,
+    )
+    await snapshots.start()
+    taken: list[str] = []
+
+    async def has_ended(snapshot_id: str) -> bool:
+        ended = await snapshots.metas("users") + await snapshots.errors("users")
+        return any(one["snapshot_id"] == snapshot_id for one in ended)
+
+    while not await snapshots.errors("users"):
+        taken.append((await snapshots.begin("users", fresh=True))["snapshot_id"])
+        await eventually(lambda: has_ended(taken[-1]), what="the end of a snapshot")
+    (error,) = await snapshots.errors("users")
+    assert error["snapshot_id"] == taken.pop()
+    assert "is full" in error["error"]
+    # Those who read the older ones may not have finished.
+    assert len(taken) > 1
+    assert [await snapshots.chunk_count("users", one) for one in taken] == [1] * len(taken)
+    monkeypatch.setattr("bridge.snapshot.coordinator.store.SUPERSEDED_SECONDS", 0)
+    assert len((await snapshots.take("users", fresh=True)).rows) == 10_000
+    kept = [await snapshots.chunk_count("users", one) for one in taken]
+    assert kept == [0] * (len(taken) - 1) + [1], "the newest is used until there is a newer one"
 
 
 async def test_a_nats_restart_in_the_middle_is_survived(

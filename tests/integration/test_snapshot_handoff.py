@@ -47,7 +47,7 @@ async def reader(
 ) -> AsyncIterator[Snapshots]:
     """Asks for snapshots and reads them; the bridge is started by the test."""
     async with AsyncExitStack() as stack:
-        harness = Snapshots(nats_client, nats_server.url, database, Subjects(prefix), stack)
+        harness = Snapshots(nats_client, nats_server.bridge_url, database, Subjects(prefix), stack)
         await harness.listen()
         yield harness
 

@@ -29,7 +29,7 @@ def cdc(
     database.execute("INSERT INTO users SELECT n, 'user ' || n FROM generate_series(1, 250) n")
     database.publish("users")
     bridge_process()
-    with sync.connect(nats_server.url, prefix=prefix) as client:
+    with sync.connect(nats_server.reader_url, prefix=prefix) as client:
         wait_until(client.tables, what="schemas")
         yield client
 
@@ -82,5 +82,5 @@ def test_events_messages_and_the_log_without_await(
 
 async def test_it_works_where_a_loop_is_running(nats_server: NatsServer, prefix: str) -> None:
     assert asyncio.get_running_loop().is_running()
-    with sync.connect(nats_server.url, prefix=prefix) as client, pytest.raises(NotAvailable):
+    with sync.connect(nats_server.reader_url, prefix=prefix) as client, pytest.raises(NotAvailable):
         client.tables()

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from bridge.telemetry.stats import BridgeStats
-from bridge.telemetry.wal_monitor import WalMonitor
+from bridge.telemetry.wal_monitor import WalLimits, WalMonitor
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ async def monitor(database: Database) -> AsyncIterator[WalMonitor]:
         database.dsn,
         create_slot(database),
         stats,
-        warn_bytes=2 * MEGABYTE,
-        critical_bytes=6 * MEGABYTE,
+        WalLimits(warning_bytes=2 * MEGABYTE, critical_bytes=6 * MEGABYTE),
         long_transaction_seconds=0,
     )
     yield one

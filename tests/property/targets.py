@@ -16,6 +16,7 @@ from bridge.errors import ProtocolError, Refused
 from bridge.jetstream.record import StreamRecord
 from bridge.postgres.copy_stream import FrameSplitter
 from bridge.snapshot.coordinator.requests import body_is_json, parse_request
+from bridge.telemetry.access import Access
 from bridge.telemetry.http import HttpServer
 from bridge.telemetry.stats import BridgeStats
 from bridge.wal.framing import POSTGRES_EPOCH_US, parse_frame
@@ -122,7 +123,7 @@ class HttpTarget:
         self._server = HttpServer(
             BridgeStats(),
             port=0,
-            admin_token="only the operator knows",
+            access=Access("only the operator knows"),
             request_shutdown=self._note_shutdown,
             stream_info=self._stream_info,
         )

@@ -75,7 +75,7 @@ class RingMachine(RuleBasedStateMachine):
             return
         assert len(self.ring) == len(self.model)
         assert self.ring.bytes_held == sum(size for _, size in self.model)
-        assert len(self.ring) <= self.ring.capacity
+        assert len(self.ring) <= self.slots
         assert (
             self.ring.bytes_held <= max(self.max_bytes, self.model[0][1] if self.model else 0)
             or len(self.model) == 1

@@ -17,6 +17,7 @@ from spark_consumer.lake.table_definition import TableOptions
 from spark_consumer.runtime.session import open_session
 from spark_consumer.source.cdc_source import CdcSource
 from spark_consumer.source.snapshot_source import SnapshotSource
+from tests.fixtures.nats import READER_LOGIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +36,11 @@ def spark() -> Iterator[SparkSession]:
         # Short jobs only: the second compiler would never earn back what it costs.
         "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
     }
-    session = open_session("local[2]", "tests", options)
+    # Spark's Python processes have the environment that Java started with.
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in READER_LOGIN.items():
+            environment.setenv(name, value)
+        session = open_session("local[2]", "tests", options)
     session.dataSource.register(CdcSource)
     session.dataSource.register(SnapshotSource)
     yield session
@@ -93,5 +98,5 @@ class Jobs:
 @pytest.fixture
 def jobs(spark: SparkSession, nats_server: NatsServer, prefix: str, tmp_path: Path) -> Jobs:
     """Jobs on the test's deployment and a lake of its own."""
-    nats = NatsSettings.resolve(nats_server.url, prefix=prefix, environment={})
+    nats = NatsSettings.resolve(nats_server.url, prefix=prefix, environment=READER_LOGIN)
     return Jobs(spark, nats, tmp_path / "lake")

@@ -14,6 +14,7 @@ import pytest
 from bridge.embedded import GuardedProcess
 from spark_consumer.lake.records import Manifest
 from tests.fixtures.bridge_process import clean_environment
+from tests.fixtures.nats import READER_ENVIRONMENT
 from tests.fixtures.waiting import wait_until
 from tests.spark.lake_oracle import assert_same_rows, lake_table
 from tests.spark.workload import SCHEMA, TABLES, Workload
@@ -61,7 +62,10 @@ def consumer(
             log_path=tmp_path / f"consumer-{len(started)}.log",
             stop_signal=signal.SIGKILL,
             environment=clean_environment(
-                NATS_URL=nats_server.url, TAILRACE_HOLD=str(holds), **variables
+                NATS_URL=nats_server.reader_url,
+                **READER_ENVIRONMENT,
+                TAILRACE_HOLD=str(holds),
+                **variables,
             ),
         )
         started.append(process)
@@ -208,7 +212,9 @@ def starting(
         command += ["--lake", str(tmp_path / "lake"), "--prefix", prefix, *QUIET, *QUICK]
         process = subprocess.Popen(
             [*command, "--conf", f"spark.tailrace.test={prefix}", *arguments],
-            env=clean_environment(NATS_URL=nats_server.url, TAILRACE_HOLD=str(holds)),
+            env=clean_environment(
+                NATS_URL=nats_server.reader_url, **READER_ENVIRONMENT, TAILRACE_HOLD=str(holds)
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,

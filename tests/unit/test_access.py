@@ -1,12 +1,26 @@
-"""Who may stop the bridge over HTTP."""
+"""Who may read the pages of the HTTP port and stop the bridge."""
 
 from __future__ import annotations
 
+import base64
+
 import pytest
 
-from bridge.telemetry.http import is_loopback, refuse_foreign_host, refuse_shutdown
+from bridge.telemetry.access import Access, HttpRefusal, is_loopback, refuse_foreign_host
 
 LOCAL = {"Host": "127.0.0.1:9090"}
+
+
+def refuse_shutdown(headers: dict[str, str], peer: str | None, token: str) -> HttpRefusal | None:
+    return Access(token).refuse_shutdown(headers, peer)
+
+
+def basic(credentials: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(credentials.encode()).decode()}
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
 
 
 @pytest.mark.parametrize(
@@ -35,7 +49,7 @@ def test_only_loopback_names_and_addresses_are_loopback(host: str, expected: boo
     ],
 )
 def test_a_local_client_may_shut_down_without_token(headers: dict[str, str]) -> None:
-    assert refuse_shutdown(headers, "127.0.0.1", None) is None
+    assert refuse_shutdown(headers, "127.0.0.1", "") is None
 
 
 @pytest.mark.parametrize(
@@ -58,7 +72,7 @@ def test_a_local_client_may_shut_down_without_token(headers: dict[str, str]) -> 
     ],
 )
 def test_nobody_else_may_shut_down_without_token(headers: dict[str, str], peer: str | None) -> None:
-    refusal = refuse_shutdown(headers, peer, None)
+    refusal = refuse_shutdown(headers, peer, "")
     assert refusal is not None
     assert refusal[0] == 403
 
@@ -81,7 +95,9 @@ def test_with_a_token_configured_anything_else_is_refused_even_locally(authoriza
     refusal = refuse_shutdown({**LOCAL, "Authorization": authorization}, "127.0.0.1", "token")
     assert refusal is not None
     assert refusal[0] == 401
-    assert refuse_shutdown(LOCAL, "127.0.0.1", "token") == (401, refusal[1])
+    without = refuse_shutdown(LOCAL, "127.0.0.1", "token")
+    assert without is not None
+    assert without[:2] == (401, refusal[1])
 
 
 def test_the_token_works_from_anywhere_but_not_from_a_foreign_page() -> None:
@@ -92,6 +108,66 @@ def test_the_token_works_from_anywhere_but_not_from_a_foreign_page() -> None:
 
 
 def test_a_loopback_port_answers_only_to_loopback_names() -> None:
-    assert refuse_foreign_host("127.0.0.1", {"Host": "rebound.example"}) is not None
-    assert refuse_foreign_host("127.0.0.1", LOCAL) is None
-    assert refuse_foreign_host("0.0.0.0", {"Host": "bridge.example"}) is None
+    assert refuse_foreign_host({"Host": "rebound.example"}, local=True) is not None
+    assert refuse_foreign_host(LOCAL, local=True) is None
+    assert refuse_foreign_host({"Host": "bridge.example"}, local=False) is None
+
+
+def test_everyone_on_the_machine_reads_a_loopback_port() -> None:
+    assert Access().refuse_read(LOCAL, local=True) is None
+    assert Access("token").refuse_read(LOCAL, local=True) is None
+
+
+@pytest.mark.parametrize("headers", [bearer("admin"), bearer("read"), basic("any:admin"),
+                                     basic(":read")])  # fmt: skip
+def test_either_token_opens_the_pages_of_any_other_address(headers: dict[str, str]) -> None:
+    access = Access("admin", "read")
+    assert access.refuse_read(headers, local=False) is None
+
+
+@pytest.mark.parametrize("headers", [bearer("wrong"), bearer(""), basic("admin:wrong"),
+                                     basic("admin"), {"Authorization": "Basic %%%"},
+                                     {"Authorization": "Basic admin"}, bearer("reader"),
+                                     {"Authorization": "Bearer \udcff"}, {}])  # fmt: skip
+def test_nothing_else_opens_the_pages_of_any_other_address(headers: dict[str, str]) -> None:
+    refusal = Access("admin", "read").refuse_read(headers, local=False)
+    assert refusal is not None
+    assert refusal.status == 401
+    assert refusal.scheme == "Basic"
+
+
+def test_without_a_token_the_pages_of_any_other_address_are_closed_unless_said_otherwise() -> None:
+    for headers in ({}, bearer(""), basic(":")):
+        refusal = Access().refuse_read(headers, local=False)
+        assert refusal is not None
+        assert refusal.status == 403
+        assert "BRIDGE_ADMIN_TOKEN" in refusal.reason
+    assert Access(open=True).refuse_read({}, local=False) is None
+    assert Access("token", open=True).refuse_read({}, local=False) is None
+
+
+def test_a_foreign_page_reads_nothing_but_a_link_to_the_page_works() -> None:
+    foreign = {**LOCAL, "Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}
+    for access, local in ((Access(), True), (Access(open=True), False)):
+        assert access.refuse_read(foreign, local=local) is not None
+        link = {**foreign, "Sec-Fetch-Mode": "navigate"}
+        assert access.refuse_read(link, local=local) is None
+
+
+def test_a_login_that_browsers_repeat_by_themselves_stops_nothing() -> None:
+    refusal = Access("token").refuse_shutdown({**LOCAL, **basic("any:token")}, "127.0.0.1")
+    assert refusal is not None
+    assert refusal[0::2] == (401, "Bearer")
+
+
+def test_the_token_for_reading_stops_nothing() -> None:
+    refusal = Access("admin", "read").refuse_shutdown({**LOCAL, **bearer("read")}, "127.0.0.1")
+    assert refusal is not None
+    assert refusal.status == 401
+    remote = Access("", "read").refuse_shutdown({**LOCAL, **bearer("read")}, "10.1.2.3")
+    assert remote is not None
+    assert remote.status == 403
+
+
+def test_tokens_are_not_in_the_representation() -> None:
+    assert "secret" not in repr(Access("secret", "secret"))

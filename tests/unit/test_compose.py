@@ -13,13 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from bridge import cli, config
-from bridge.preflight.permissions import (
-    bridge_publishes,
-    bridge_subscribes,
-    consumer_publishes,
-    consumer_subscribes,
-    permission_block,
-)
+from bridge.preflight.permissions import READER_INBOX, reader_permissions, server_configuration
 from bridge.telemetry.metrics import registry_for, render
 from bridge.telemetry.stats import BridgeStats
 from consumer_sdk.wire import Subjects
@@ -122,6 +116,42 @@ def test_prometheus_scrapes_every_bridge_of_the_stack(stack: str) -> None:
 
 
 @pytest.mark.parametrize("stack", STACKS)
+def test_prometheus_sends_the_token_for_reading_that_the_bridges_expect(stack: str) -> None:
+    (job,) = load("prometheus/prometheus.yml")["scrape_configs"]
+    (secret,) = services(stack)["prometheus"]["secrets"]
+    assert job["authorization"] == {"credentials_file": f"/run/secrets/{secret}"}
+    file = load(stack)["secrets"][secret]["file"]
+    for one in bridges(stack).values():
+        token = one["environment"]["BRIDGE_READ_TOKEN"]
+        if token.startswith("$"):
+            assert file == "./bridge-read-token"
+        else:
+            assert token == (COMPOSE / file).read_text().strip()
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_bridge_on_all_addresses_has_tokens_and_is_not_open_to_everyone(stack: str) -> None:
+    for one in bridges(stack).values():
+        assert one["environment"]["BRIDGE_HOST"] == "0.0.0.0"
+        assert {"BRIDGE_ADMIN_TOKEN", "BRIDGE_READ_TOKEN"} <= set(one["environment"])
+        assert "BRIDGE_HTTP_OPEN" not in one["environment"]
+
+
+def test_the_pod_monitor_reads_with_the_token_that_the_manifest_asks_for() -> None:
+    monitor = load("kubernetes/pod-monitor.yaml")
+    documents = list(yaml.safe_load_all((COMPOSE / "kubernetes/bridge.yaml").read_text()))
+    deployment = next(one for one in documents if one["kind"] == "Deployment")
+    pod = deployment["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (container,) = pod["spec"]["containers"]
+    assert endpoint["port"] == container["ports"][0]["name"]
+    credentials = endpoint["authorization"]["credentials"]
+    assert credentials["name"] == container["envFrom"][0]["secretRef"]["name"]
+    assert credentials["key"] in bridge_variables()
+
+
+@pytest.mark.parametrize("stack", STACKS)
 def test_mounted_files_exist(stack: str) -> None:
     for one in services(stack).values():
         for volume in one.get("volumes", []):
@@ -158,18 +188,18 @@ def test_no_password_is_on_a_command_line() -> None:
             assert not re.search(r"://[^/@\s]*:[^/@\s]*@|password", words, re.IGNORECASE), name
 
 
-def test_nats_permissions_are_those_the_code_needs() -> None:
-    text = re.sub(r"\s+", " ", (COMPOSE / "nats/nats.conf").read_text())
-    subjects = Subjects()
-    for publish, subscribe in (
-        (bridge_publishes(subjects), bridge_subscribes(subjects)),
-        (consumer_publishes(subjects), consumer_subscribes(subjects)),
-    ):
-        assert re.sub(r"\s+", " ", permission_block(publish, subscribe)) in text
+def test_nats_accounts_are_those_that_check_prints() -> None:
+    text = (COMPOSE / "nats/nats.conf").read_text()
+    assert text.endswith(f"{server_configuration(Subjects(), '_INBOX')}\n")
+
+
+def test_consumers_have_the_inbox_that_their_account_lets_them_hear() -> None:
+    spark = services("compose.yaml")["spark"]["environment"]
+    assert spark["NATS_INBOX_PREFIX"] == READER_INBOX
 
 
 def test_consumers_cannot_write_changes_snapshots_or_schemas() -> None:
-    allowed = consumer_publishes(Subjects())
+    allowed = reader_permissions(Subjects(), READER_INBOX).publish
     assert not [one for one in allowed if one.startswith(("cdc.", "init.", "$KV.", "$O."))]
     assert not [one for one in allowed if re.search(r"STREAM\.(CREATE|UPDATE|DELETE|PURGE)", one)]
 
@@ -226,9 +256,9 @@ def test_every_metric_the_operations_page_names_is_exported() -> None:
 
 
 def test_every_flag_and_variable_the_operations_page_names_exists() -> None:
-    text = (ROOT / "OPERATIONS.md").read_text()
+    text = re.sub(r"`(?:aws|gcloud|az) [^`]*`", "", (ROOT / "OPERATIONS.md").read_text())
     flags = {config.flag_name(item) for item in config.definitions()}
-    others = {"--fix-sql", "--yes", "--rebootstrap"}
+    others = {"--fix-sql", "--permissions", "--yes", "--rebootstrap"}
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= flags | others
     assert set(re.findall(r"\bBRIDGE_\w+", text)) <= bridge_variables()
 
@@ -254,6 +284,7 @@ def test_the_image_runs_as_nobody_special_and_checks_its_health() -> None:
     assert "USER 10001" in text
     assert "HEALTHCHECK" in final
     assert f"127.0.0.1:{BRIDGE_PORT}/health" in final
+    assert "BRIDGE_HTTP_CERT" in final
     assert 'ENTRYPOINT ["bridge"]' in final
     for source in re.findall(r"^COPY (?!--)(.+) \S+$", text, re.MULTILINE):
         for name in source.split():
@@ -280,7 +311,6 @@ def test_the_kubernetes_manifest_asks_for_pages_and_flags_that_exist() -> None:
     cli._parser("run").parse_args(container["args"])
     assert {one["name"] for one in container["env"]} <= bridge_variables()
     assert container["ports"][0]["containerPort"] == BRIDGE_PORT
-    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(BRIDGE_PORT)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] == "/health"
     selector = deployment["spec"]["selector"]["matchLabels"]

@@ -44,8 +44,14 @@ def test_the_config_file_can_be_named_in_the_environment(tmp_path):
 
 
 def test_every_setting_can_be_given_in_every_way(tmp_path):
-    samples = {"integer": "8", "flag": "true", "seconds": "9s", "bytes": "96KB", "text": "x"}
-    files = ("nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key")
+    samples = {
+        "integer": "8", "flag": "true", "seconds": "9s", "bytes": "96KB", "text": "x",
+        "command": "print 'a b'",
+    }  # fmt: skip
+    files = (
+        "nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key", "nats_password_file",
+        "pg_password_file", "http_cert", "http_key",
+    )  # fmt: skip
     for item in config.definitions():
         kind = item.metadata["kind"]
         text = samples[kind]
@@ -54,12 +60,51 @@ def test_every_setting_can_be_given_in_every_way(tmp_path):
         if item.name in files:
             text = str(tmp_path / "file")
             (tmp_path / "file").write_text("")
+        if item.name == "nats_inbox_prefix":
+            text = "_INBOX_x"
         wanted = setting_values.parse(text, "here", item.metadata["kind"])
         for variable in config.environment_names(item):
             assert getattr(load({}, {variable: text}), item.name) == wanted, variable
         assert getattr(load({}, {}, f'{item.name} = "{text}"', tmp_path), item.name) == wanted
         if item.metadata["flag"]:
             assert getattr(load({item.name: text}), item.name) == wanted
+
+
+def test_a_command_is_split_as_a_shell_does_or_given_as_a_list(tmp_path):
+    wanted = ("aws", "rds", "a b", "$HOME")
+    written = "aws rds 'a b' $HOME"
+    assert load({"pg_password_command": written}).pg_password_command == wanted
+    file = 'nats_password_command = ["aws", "rds", "a b", "$HOME"]'
+    assert load({}, {}, file, tmp_path).nats_password_command == wanted
+    with pytest.raises(SettingsError, match="is not a command"):
+        load({"pg_password_command": "aws 'rds"})
+    shown = {name: value for name, value, _ in config.masked(load({"pg_password_command": "a b"}))}
+    assert (shown["pg_password_command"], shown["nats_password_command"]) == ("a b", "")
+
+
+def test_a_password_has_one_source(tmp_path):
+    path = tmp_path / "password"
+    path.write_text(SECRET)
+    environ = {"POSTGRES_BRIDGE_PASSWORD": SECRET}
+    with pytest.raises(SettingsError, match="--pg-password-file are both given") as caught:
+        load({"pg_password_file": str(path)}, environ)
+    assert SECRET not in str(caught.value)
+    two = {"nats_password_file": str(path), "nats_password_command": "date"}
+    with pytest.raises(SettingsError, match="both given"):
+        load(two)
+    url = {"DATABASE_URL": f"postgresql://u:{SECRET}@h/d", "PG_HOST": "h"}
+    with pytest.raises(SettingsError, match="DATABASE_URL holds a password") as caught:
+        conninfo_of(load({"pg_password_file": str(path)}, url))
+    assert SECRET not in str(caught.value)
+    url = {"NATS_URL": f"nats://u:{SECRET}@h"}
+    with pytest.raises(SettingsError, match="a password is given as well") as caught:
+        options_of(load({"nats_password_file": str(path)}, url))
+    assert SECRET not in str(caught.value)
+    with pytest.raises(SettingsError, match="--nats-password-command: the user is missing"):
+        options_of(load({"nats_password_command": "date"}))
+    options = options_of(load({"nats_password_file": str(path)}, {"NATS_URL": "nats://u%40@h"}))
+    assert options["user"] == "u@"
+    assert SECRET not in conninfo_of(load({"pg_password_file": str(path)}))
 
 
 def test_the_variables_of_the_contract_are_read():
@@ -106,7 +151,7 @@ def test_the_connection_fixes_how_values_are_printed():
     given = parameters["options"].removeprefix("-c ").split(" -c ")
     assert given == [
         "datestyle=German", "DateStyle=ISO", "TimeZone=UTC", "IntervalStyle=postgres",
-        "extra_float_digits=1", "bytea_output=hex", "row_security=off",
+        "extra_float_digits=1", "bytea_output=hex", "row_security=off", "search_path=",
     ]  # fmt: skip
 
 
@@ -213,6 +258,47 @@ def test_secrets_have_no_flag_and_are_masked():
     for name in ("pg_password", "nats_password", "admin_token"):
         with pytest.raises(SettingsError, match="unrecognized arguments"):
             cli._parser("run").parse_args([f"--{name.replace('_', '-')}", SECRET])
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("BRIDGE_ADMIN_TOKEN", "change-me"),
+        ("POSTGRES_BRIDGE_PASSWORD", "CHANGE_ME"),
+        ("BRIDGE_PG_PASSWORD", " changeme "),
+        ("NATS_BRIDGE_PASSWORD", "Change Me"),
+        ("DATABASE_URL", "postgresql://bridge:change-me@db:5432/app?sslmode=verify-full"),
+        ("DATABASE_URL", "postgresql://bridge:change%2Dme@db/app"),
+        ("DATABASE_URL", "postgresql://db/app?user=bridge&password=change-me"),
+        ("DATABASE_URL", "host=db user=bridge password='change-me'"),
+        ("NATS_URL", "nats://bridge:change-me@nats:4222"),
+        ("NATS_URL", "nats://one:4222,nats://bridge:change-me@two:4222"),
+        ("NATS_URL", "nats://change-me@nats:4222"),
+        ("PGPASSWORD", "change-me"),
+    ],
+)
+def test_the_bridge_does_not_start_with_the_password_of_an_example(
+    capsys, monkeypatch, variable, value
+):
+    monkeypatch.setenv(variable, value)
+    assert cli.main(["--slot", "s", "--pub", "p"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"bridge: {variable}: the password or token of the example")
+
+
+def test_a_secret_that_is_not_an_example_is_taken(tmp_path):
+    environ = {
+        "DATABASE_URL": "postgresql://change-me:own-word@change-me.example/change-me",
+        "NATS_URL": "nats://change-me:own-word@nats:4222",
+        "BRIDGE_ADMIN_TOKEN": "do-change-me-not",
+        "BRIDGE_PG_HOST": "change-me",
+    }
+    assert config.example_secrets(load({}, environ), {}) == []
+    both = load({}, {"NATS_BRIDGE_PASSWORD": "change-me"}, 'admin_token = "change-me"', tmp_path)
+    assert config.example_secrets(both, {}) == [
+        f"{tmp_path / 'bridge.toml'}: admin_token",
+        "NATS_BRIDGE_PASSWORD",
+    ]
 
 
 def test_help_names_every_flag_its_variables_and_its_default(capsys):

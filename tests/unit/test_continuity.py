@@ -95,12 +95,12 @@ def test_a_slot_ahead_of_the_record_is_a_gap(slot, is_gap):
         ({"timeline": 2}, SERVER, "timeline 1 does not descend from timeline 2"),
         (
             {"timeline": 1},
-            Server("777", 2, "shop", 0x9000, forks=((1, 0x0FFF),)),
+            Server("777", 2, "shop", 0x9000, forks={1: 0x0FFF}),
             "timeline 1 was left at 0/FFF, the stream records up to 0/1000",
         ),
         (
             {"timeline": 2},
-            Server("777", 3, "shop", 0x9000, forks=((1, 0x0FFF),)),
+            Server("777", 3, "shop", 0x9000, forks={1: 0x0FFF}),
             "timeline 3 does not descend from timeline 2",
         ),
     ],
@@ -113,7 +113,7 @@ def test_what_breaks_history_is_named(changes, server, reason):
 
 
 def test_a_timeline_that_forked_behind_the_record_continues():
-    for forks in (((1, 0x1000),), ((1, 0x1000), (2, 0x3000))):
+    for forks in ({1: 0x1000}, {1: 0x1000, 2: 0x3000}):
         server = Server("777", len(forks) + 1, "shop", 0x9000, forks=forks)
         assert decided(record(progress()), server).gap is None
 

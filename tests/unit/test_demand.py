@@ -84,3 +84,25 @@ async def test_a_request_that_expired_in_a_frozen_process_left_a_time_unasked(
     inbox.on_frame(b"inbox", b"", b"", EXPIRED)
     assert inbox.exhausted
     assert inbox.lacked_request is frozen
+
+
+@pytest.mark.parametrize("description", ["Message Size Exceeds MaxBytes", "Andere Worte"])
+async def test_a_request_whose_bytes_are_used_up_is_no_failure(
+    inbox: Demand, description: str
+) -> None:
+    inbox.failure = None
+    inbox.begin(1)
+    assert inbox.request(0) is not None
+    status = f"NATS/1.0 409 {description}\r\nNats-Pending-Messages: 4\r\n\r\n"
+    inbox.on_frame(b"inbox", b"", b"", status.encode())
+    assert inbox.failure is None
+    assert inbox.exhausted
+    assert inbox.lacked_request
+
+
+async def test_a_consumer_that_cannot_deliver_any_more_is_replaced(inbox: Demand) -> None:
+    inbox.failure = None
+    inbox.begin(1)
+    assert inbox.request(0) is not None
+    inbox.on_frame(b"inbox", b"", b"", b"NATS/1.0 409 Leadership Change\r\n\r\n")
+    assert inbox.failure == "409 leadership change"

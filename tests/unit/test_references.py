@@ -16,7 +16,7 @@ from consumer_sdk.wire.subjects import Subjects
 if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import TableSchema
 
-REF = {"bucket": "b", "name": "wide", "size": 1 << 30, "sha256": "00"}
+REF = {"bucket": "cdc_objects", "name": "wide", "size": 1 << 20, "sha256": "00" * 32}
 GOOD: dict[str, Any] = {
     "v": 1, "source": "s", "epoch": 1, "table": "users", "schema": "public", "operation": "INSERT",
     "lsn": 16, "seq": 0, "xid": 1, "ts": 0, "schema_version": 1, "relation_id": 1, "msg_id": "m",

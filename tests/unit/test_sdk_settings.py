@@ -49,7 +49,7 @@ def test_secrets_are_in_the_options_and_nowhere_else() -> None:
     for text in (repr(settings), str(settings), settings.address):
         assert "geheim" not in text
         assert "pa55" not in text
-    options = settings.connection().for_nats()
+    options = settings.for_nats()
     assert (options["user"], options["password"]) == ("me", "geheim")
     assert options["max_reconnect_attempts"] == -1
 
@@ -77,7 +77,7 @@ def test_a_file_that_is_no_certificate_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ca.pem"
     path.write_text("nothing")
     with pytest.raises(UsageError, match="TLS"):
-        resolve(NATS_CA=str(path)).connection().for_nats()
+        resolve(NATS_CA=str(path)).for_nats()
 
 
 def test_credentials_are_handed_over(tmp_path: Path) -> None:
@@ -87,9 +87,9 @@ def test_credentials_are_handed_over(tmp_path: Path) -> None:
         "-----BEGIN NATS USER JWT-----\neyJ0\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{seed}\n------END USER NKEY SEED------\n"
     )
-    assert resolve(NATS_CREDS=str(path)).connection().for_nats()["user_credentials"] == str(path)
+    assert resolve(NATS_CREDS=str(path)).for_nats()["user_credentials"] == str(path)
     path.write_text(seed + "\n")
-    assert resolve(NATS_NKEY=str(path)).connection().for_nats()["nkeys_seed"] == str(path)
+    assert resolve(NATS_NKEY=str(path)).for_nats()["nkeys_seed"] == str(path)
 
 
 @pytest.mark.parametrize("content", [b"junk", b"", b"\xff\xfe", b"SUAJUNK"])
@@ -100,7 +100,7 @@ def test_a_file_without_a_key_is_refused_before_anybody_asks_for_it(
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=f"{variable}: .* does not hold a NATS key; make one"):
-        resolve(**{variable: str(path)}).connection().for_nats()
+        resolve(**{variable: str(path)}).for_nats()
 
 
 def test_settings_travel_to_other_processes() -> None:

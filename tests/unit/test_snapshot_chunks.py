@@ -14,11 +14,10 @@ import zstandard
 
 from bridge.errors import ProtocolError
 from bridge.events.values import ColumnType
-from bridge.jetstream.dictionaries import dictionary_id, train
+from bridge.jetstream.dictionaries import ZstdDictionary, dictionary_id, train
 from bridge.snapshot.formats.arrow import ArrowEncoder, BatchParser
 from bridge.snapshot.formats.chunks import ChunkContent, ChunkHead, ChunkMessageBuilder, byte_limit
 from bridge.snapshot.formats.rows import RowEncoder
-from bridge.snapshot.messages import TrainedDictionary
 from bridge.snapshot.tables import CopyColumn
 from consumer_sdk.wire import decode_payload, oids
 
@@ -118,7 +117,7 @@ def test_a_sealed_chunk_carries_its_checksum_and_its_compression() -> None:
     assert trained is not None
     name = dictionary_id(trained)
     smaller = ChunkMessageBuilder(
-        "snap", zstd=True, dictionary=TrainedDictionary(name, trained)
+        "snap", zstd=True, dictionary=ZstdDictionary(name, trained)
     ).build(content, 7)
     assert smaller.headers["Cdc-Dict"] == name
     assert len(smaller.payload) < len(small.payload)

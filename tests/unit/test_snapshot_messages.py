@@ -8,6 +8,7 @@ import pytest
 
 from bridge.errors import SnapshotError
 from bridge.events.values import ColumnType
+from bridge.jetstream.dictionaries import ZstdDictionary
 from bridge.snapshot.coordinator.jobs import JobState, SnapshotJob
 from bridge.snapshot.coordinator.requests import CopyOptions
 from bridge.snapshot.messages import (
@@ -33,7 +34,6 @@ from bridge.snapshot.messages import (
     TableFailed,
     TableFinished,
     TableTask,
-    TrainedDictionary,
     WorkerFailed,
     decode_command,
     decode_report,
@@ -64,9 +64,7 @@ COMMANDS: list[Command] = [
         init_stream="Snapshots",
         chunk_rows=10_000,
         tables=(
-            TableTask(
-                TABLE, "id", "msgpack", True, TrainedDictionary("d", bytes(range(256))), False
-            ),
+            TableTask(TABLE, "id", "msgpack", True, ZstdDictionary("d", bytes(range(256))), False),
             TableTask(TABLE, "id", "arrow", False, None, False),
         ),
     ),

@@ -62,6 +62,16 @@ _FOLLOWING: Final[Mapping[JobState, frozenset[JobState]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ConsistentPoint:
+    """Where a snapshot belongs in the WAL and in the CDC stream."""
+
+    snapshot_lsn: int
+    cdc_seq: int
+    """A reader of the snapshot begins with this sequence."""
+    stream_created_us: int
+
+
 @dataclass(slots=True)
 class SnapshotJob:
     """A snapshot of one table with one set of options; equal requests share it."""
@@ -78,9 +88,10 @@ class SnapshotJob:
     description: TableDescription | None = None
     """The table as it was before the export."""
     schema_document: dict[str, Any] = field(default_factory=dict)
-    snapshot_lsn: int = 0
-    cdc_seq: int = 0
-    stream_created: int = 0
+    point: ConsistentPoint | None = None
+    """Set by the export."""
+    estimated_rows: int | None = None
+    started_at: float = field(default_factory=time.time)
     pieces: list[Piece] = field(default_factory=list)
     """The pieces that no worker has been given yet."""
     workers: set[int] = field(default_factory=set)
@@ -129,6 +140,10 @@ class SnapshotJob:
         """Note what it waits for; an empty list means nothing."""
         self.waiting_for = self.progress.waiting_for = sessions
 
+    def estimate(self, rows: int) -> None:
+        """Note how many rows the catalog estimates; 0 means that it has no estimate."""
+        self.estimated_rows = self.progress.total_estimate = rows or None
+
     def take_number(self) -> int | None:
         """The number of the next chunk, None if no more are wanted."""
         if self.state.is_final:
@@ -167,6 +182,10 @@ class JobRegistry:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    def count(self, schema: str, table: str) -> int:
+        """How many snapshots of a table are active."""
+        return sum((job.schema, job.table) == (schema, table) for job in self._jobs.values())
 
     def find(self, key: JobKey) -> SnapshotJob | None:
         """The active snapshot that a request can share, if there is one."""
@@ -234,7 +253,7 @@ class JobRegistry:
             snapshot_id=job.snapshot_id,
             rows=job.rows,
             chunks=job.next_chunk,
-            seconds=time.time() - job.progress.started_at,
+            seconds=time.time() - job.started_at,
         )
         await self.publish_progress(job)
 
@@ -294,7 +313,7 @@ class JobRegistry:
             "rows": job.rows,
             "chunks": len(job.chunk_digests),
             "pieces_left": len(job.pieces),
-            "estimated_rows": job.progress.total_estimate,
+            "estimated_rows": job.estimated_rows,
             "waiting_for": job.waiting_for,
             "error": job.error,
             "ts": time.time_ns() // 1000,

@@ -6,30 +6,43 @@ import asyncio
 import importlib.util
 import json
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import msgpack
 import nats.errors
 
+from bridge.config import Settings
 from bridge.errors import BridgeError, ForeignTable, Refused, Retryable
+from bridge.jetstream.connection import options_of
 from bridge.postgres.errors import LockTimeout, StatementFailed
+from bridge.snapshot.coordinator.admission import (
+    ReplySubjects,
+    TokenBucket,
+    TooMany,
+    requester_of,
+)
+from consumer_sdk.transport.api import parse_headers
+from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.connection import NatsConnection, one_line
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire import envelope
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import parse_table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
     from nats.aio.client import Client
-    from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
     from bridge.snapshot.coordinator.jobs import JobState
     from bridge.snapshot.messages import ChunkFormat
     from bridge.source import Source
+    from bridge.telemetry.stats import BridgeStats
 
-    Admit = Callable[[str, str, "SnapshotRequest"], Awaitable[tuple[str, JobState]]]
+    Admit = Callable[[str, str, "SnapshotRequest"], Awaitable["Admission"]]
 
 FORMATS: Final = ("msgpack", "json", "arrow")
 KNOWN: Final = ("columns", "format", "zstd", "fresh")
@@ -43,6 +56,23 @@ MAP_BYTES: Final = frozenset(bytes([byte]) for byte in (*range(0x80, 0x90), 0xDE
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS: Final = 0.9
+OPEN_SECONDS: Final = 5.0
+REOPEN_SECONDS: Final = 2.0
+DRAIN_POLL_SECONDS: Final = 0.01
+LOG_SECONDS: Final = 60.0
+LONGEST_SHOWN: Final = 100
+TOO_LONG: Final = "the request is too long; send an empty body or a small map of options"
+# PostgreSQL allows no table more columns.
+MOST_COLUMNS: Final = 1600
+# Beyond these, requests are turned away: some with an answer that says so, the others without one.
+MOST_WAITING: Final = 256
+MOST_ANSWERS: Final = 256
+MOST_HELD_BYTES: Final = 4 * 1024 * 1024
+# How many requests are begun at once, and how long each further one waits.
+START_BURST: Final = 128
+START_SECONDS: Final = 0.002
+BUSY_BURST: Final = 50
+BUSY_SECONDS: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +84,9 @@ class SnapshotSettings:
     wait_limit: float = 300.0
     zstd: bool = False
     most_running: int = 64
+    most_of_table: int = 8
+    interval: float = 10.0
+    """After a burst, a new snapshot of a table may begin so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +100,22 @@ class CopyOptions:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """A parsed request: `asked` is copied to the meta, `fresh` forbids a finished snapshot."""
+    """A parsed request: `asked` is copied to the meta, `fresh` forbids a finished snapshot.
+
+    Equal requests are parsed to equal ones, whatever the order of their columns.
+    """
 
     options: CopyOptions
     asked: dict[str, Any]
     fresh: bool
+    requester: str = ""
+
+
+class Admission(NamedTuple):
+    """The snapshot that answers a request, and its state at this moment."""
+
+    snapshot_id: str
+    state: JobState
 
 
 def body_is_json(body: bytes, headers: Mapping[str, str] | None, default: bool) -> bool:
@@ -90,7 +134,7 @@ def parse_request(
     asked = _read_map(body, headers)
     unknown = sorted(set(asked) - {*KNOWN, *IGNORED})
     if unknown:
-        raise Refused(f"unknown option {unknown[0]!r}; known are {', '.join(KNOWN)}")
+        raise Refused(f"unknown option {_shown(unknown[0])}; known are {', '.join(KNOWN)}")
     columns = _columns(asked.get("columns"))
     kind = asked.get("format")
     if kind is None:
@@ -103,11 +147,9 @@ def parse_request(
         )
     compressed = _flag(asked, "zstd", zstd)
     fresh = _flag(asked, "fresh", False)
-    kept = {
-        key: asked[key]
-        for key in ("columns", "format", "zstd")
-        if asked.get(key) is not None
-    }  # fmt: skip
+    kept = {key: asked[key] for key in ("format", "zstd") if asked.get(key) is not None}
+    if columns is not None:
+        kept["columns"] = list(columns)
     return SnapshotRequest(CopyOptions(columns, cast("ChunkFormat", kind), compressed), kept, fresh)
 
 
@@ -115,7 +157,7 @@ def _read_map(body: bytes, headers: Mapping[str, str] | None) -> dict[str, Any]:
     if not body.strip():
         return {}
     if len(body) > MOST_BYTES:
-        raise Refused("the request is too long; send an empty body or a small map of options")
+        raise Refused(TOO_LONG)
     try:
         if body_is_json(body, headers, default=False):
             asked = json.loads(body)
@@ -135,9 +177,17 @@ def _columns(value: Any) -> tuple[str, ...] | None:
         raise Refused("option columns must be a list of column names")
     if not all(isinstance(name, str) for name in value):
         raise Refused("option columns must be a list of column names")
+    if len(value) > MOST_COLUMNS:
+        raise Refused(f"option columns names more than {MOST_COLUMNS} columns")
     if len(set(value)) != len(value):
         raise Refused("option columns names a column twice")
-    return tuple(value)
+    # A snapshot has its columns in the order of the table, so their order here means nothing.
+    return tuple(sorted(value))
+
+
+def _shown(text: str) -> str:
+    """A text of the requester for an answer, not longer than needed to recognise it."""
+    return repr(text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "…")
 
 
 def _flag(asked: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -149,52 +199,194 @@ def _flag(asked: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A request as it arrived; of a body that is too long only the first bytes are kept."""
+
+    subject: str
+    reply: str
+    body: bytes
+    headers: dict[str, str] | None
+    is_too_long: bool
+    deadline: float
+
+
 class RequestListener:
     """Receives requests, passes them to `admit`, and answers in the encoding of the request.
 
-    `admit` returns snapshot id and state, or raises Refused.
+    `admit` returns the snapshot for a request, or raises Refused. Requests have a connection of
+    their own, which is read slowly: no number of them delays an acknowledgement of the CDC stream.
     """
 
-    def __init__(self, client: Client, source: Source, admit: Admit, *, zstd: bool) -> None:
-        self._client = client
+    def __init__(
+        self,
+        client: Client,
+        source: Source,
+        nats_settings: Mapping[str, Any],
+        admit: Admit,
+        *,
+        zstd: bool,
+        stats: BridgeStats,
+    ) -> None:
         self._subjects = source.subjects
         self._as_json = source.as_json
+        self._nats_settings = nats_settings
         self._admit = admit
         self._zstd = zstd
+        self._counts = stats.snapshot_requests
+        self._stats = stats
+        self._replies = ReplySubjects(
+            source.subjects, lambda: [one.subject for one in client._subs.values()]
+        )
+        self._connection = NatsConnection(is_paced=True)
         self._subscription: Subscription | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._waiting: deque[_Arrived] = deque()
+        self._held_bytes = 0
+        self._has_work = asyncio.Event()
         self._answers: set[asyncio.Task[None]] = set()
+        self._starts = TokenBucket(START_BURST, START_SECONDS)
+        self._busy_answers = TokenBucket(BUSY_BURST, BUSY_SECONDS)
+        self._log_lines = TokenBucket(1, LOG_SECONDS)
 
     async def open(self) -> None:
-        """Begin to receive requests."""
-        self._subscription = await self._client.subscribe(
-            self._subjects.snapshot_request(">"), cb=self._receive
-        )
-        await self._client.flush()
+        """Begin to receive requests; if NATS does not accept the connection yet, do so later."""
+        opening = asyncio.create_task(self._open(), name="snapshot requests")
+        self._tasks = [opening, asyncio.create_task(self._start_answers(), name="snapshot answers")]
+        await asyncio.wait([opening], timeout=OPEN_SECONDS)
+        if opening.done():
+            opening.result()
 
     async def close(self) -> None:
         """Stop receiving requests; those already received are still answered."""
+        opening, starting = self._tasks or (None, None)
+        if opening is not None:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
         if self._subscription is not None:
-            try:
-                await self._subscription.unsubscribe()
-            except nats.errors.Error:
-                logger.debug("unsubscribing from requests failed", exc_info=True)
-        await asyncio.gather(*self._answers, return_exceptions=True)
+            await self._connection.untap(self._subscription)
+        if starting is not None:
+            while self._waiting or self._answers:
+                # Requests that wait become answers one by one.
+                await asyncio.wait(self._answers or [starting], timeout=DRAIN_POLL_SECONDS)
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        try:
+            await self._connection.close()
+        except (nats.errors.Error, OSError):
+            logger.debug("closing the connection for requests failed", exc_info=True)
 
-    async def _receive(self, message: Msg) -> None:
-        # Each request has its own task: a slow catalog query must not delay the next request.
-        task = asyncio.create_task(self._answer(message))
+    async def _open(self) -> None:
+        async def ignore(_: Exception) -> None:
+            """The connection is restored by itself."""
+
+        while True:
+            await stay_cancelled()
+            try:
+                await self._connection.connect(
+                    **{
+                        **options_of(Settings(**self._nats_settings)),
+                        "name": "tailrace snapshot requests",
+                        "max_reconnect_attempts": -1,
+                        "error_cb": ignore,
+                    }
+                )
+                self._subscription = await self._connection.tap(
+                    self._subjects.snapshot_request(">"), self._receive
+                )
+                await self._connection.flush()
+            except (nats.errors.Error, OSError, TimeoutError) as error:
+                self._stats.warn(
+                    "snapshot-requests",
+                    f"snapshot requests are not received: {one_line(error)}",
+                    "see whether NATS limits the connections of the bridge's user or account",
+                )
+                await asyncio.sleep(REOPEN_SECONDS)
+            else:
+                self._stats.clear_warning("snapshot-requests")
+                return
+
+    def _receive(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+        """Keep a request until its turn, or turn it away at the least cost.
+
+        Runs for every request of a flood: it decodes nothing before it has found room.
+        """
+        size = min(len(body), MOST_BYTES)
+        if len(self._waiting) >= MOST_WAITING or self._held_bytes + size > MOST_HELD_BYTES:
+            self._turn_away(reply, body, headers)
+            return
+        if reply and not self._replies.allow(reply):
+            self._counts["ignored"] += 1
+            if self._log_lines.take():
+                event(
+                    logger,
+                    "snapshot request ignored",
+                    level=logging.WARNING,
+                    reason="its reply subject is no inbox, or one of the bridge",
+                    reply=reply[:LONGEST_SHOWN].decode(errors="replace"),
+                    ignored=self._counts["ignored"],
+                )
+            return
+        is_too_long = len(body) > MOST_BYTES
+        arrived = _Arrived(
+            subject.decode(errors="replace"),
+            reply.decode(errors="replace"),
+            body[:LONGEST_SHOWN] if is_too_long else body,
+            parse_headers(headers[:MOST_BYTES]) if headers else None,
+            is_too_long,
+            asyncio.get_running_loop().time() + ANSWER_SECONDS,
+        )
+        self._held_bytes += len(arrived.body)
+        self._waiting.append(arrived)
+        self._has_work.set()
+
+    def _turn_away(self, reply: bytes, body: bytes, headers: bytes | None) -> None:
+        if not reply or not self._busy_answers.take() or not self._replies.allow(reply):
+            self._counts["dropped"] += 1
+            return
+        self._counts["busy"] += 1
+        known = parse_headers(headers[:MOST_BYTES]) if headers else None
+        as_json = body_is_json(body[:LONGEST_SHOWN], known, default=self._as_json)
+        self._keep(self._reply(reply.decode(), as_json, _later("the bridge has too many requests")))
+
+    def _keep(self, answer: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(answer)
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
 
-    async def _answer(self, message: Msg) -> None:
+    async def _start_answers(self) -> None:
+        """Start to answer one request at a time, at a bounded rate.
+
+        Each request has its own task: a slow catalog query must not delay the next request.
+        """
+        while True:
+            await stay_cancelled()
+            if not self._waiting:
+                self._has_work.clear()
+                await self._has_work.wait()
+            elif len(self._answers) >= MOST_ANSWERS:
+                await asyncio.wait(self._answers, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                self._starts.spend()
+                self._keep(self._answer(self._waiting.popleft()))
+                # Also without a pause, the CDC pipeline has its turn between two requests.
+                await asyncio.sleep(self._starts.wait_seconds())
+
+    async def _answer(self, arrived: _Arrived) -> None:
         answer: dict[str, Any]
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                snapshot_id, state = await self._grant(message)
-            answer = {"ok": True, "snapshot_id": snapshot_id, "state": state.value}
+            async with asyncio.timeout_at(arrived.deadline):
+                admission = await self._grant(arrived)
+            answer = {
+                "ok": True,
+                "snapshot_id": admission.snapshot_id,
+                "state": admission.state.value,
+            }
         except ForeignTable:
             # The bridge of that source answers; a refusal from here could arrive first.
             return
+        except TooMany as refusal:
+            answer = {"ok": False, "error": str(refusal), "retry": True}
         except Refused as refusal:
             answer = {"ok": False, "error": str(refusal)}
         except TimeoutError:
@@ -210,27 +402,33 @@ class RequestListener:
         except Exception:
             logger.exception("snapshot request failed")
             answer = {"ok": False, "error": "the bridge could not handle the request; see its log"}
-        await self._reply(message, answer)
+        finally:
+            self._held_bytes -= len(arrived.body)
+        self._counts["granted" if answer["ok"] else "busy" if "retry" in answer else "refused"] += 1
+        if arrived.reply:
+            as_json = body_is_json(arrived.body, arrived.headers, default=self._as_json)
+            await self._reply(arrived.reply, as_json, answer)
 
-    async def _grant(self, message: Msg) -> tuple[str, JobState]:
-        token = message.subject.removeprefix(self._subjects.snapshot_request(""))
+    async def _grant(self, arrived: _Arrived) -> Admission:
+        token = arrived.subject.removeprefix(self._subjects.snapshot_request(""))
         try:
             schema, table = parse_table_token(token)
         except WireError as error:
-            raise Refused(f"{token!r} is not a table; see the subjects in WIRE.md") from error
+            raise Refused(f"{_shown(token)} is not a table; see the subjects in WIRE.md") from error
+        if arrived.is_too_long:
+            raise Refused(TOO_LONG)
         request = parse_request(
-            message.data, message.headers, as_json=self._as_json, zstd=self._zstd
+            arrived.body, arrived.headers, as_json=self._as_json, zstd=self._zstd
         )
-        return await self._admit(schema, table, request)
+        requester = requester_of(arrived.reply, arrived.headers)
+        return await self._admit(schema, table, replace(request, requester=requester))
 
-    async def _reply(self, message: Msg, answer: dict[str, Any]) -> None:
-        if not message.reply:
-            return
-        as_json = body_is_json(message.data, message.headers, default=self._as_json)
+    async def _reply(self, reply: str, as_json: bool, answer: dict[str, Any]) -> None:
         headers = {envelope.CONTENT_TYPE: envelope.JSON if as_json else envelope.MSGPACK}
         body = envelope.encode({"v": envelope.WIRE_VERSION, **answer}, as_json=as_json)
         try:
-            await self._client.publish(message.reply, body, headers=headers)
+            # Where the user may only respond, only the connection of the request may do so.
+            await self._connection.publish(reply, body, headers=headers)
         except (nats.errors.Error, OSError):
             logger.debug("a snapshot request was not answered", exc_info=True)
 

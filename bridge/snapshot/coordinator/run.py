@@ -9,12 +9,15 @@ the last row is copied.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from bridge.errors import BridgeError, Refused, Retryable, SnapshotError
 from bridge.postgres.errors import LockTimeout, StatementFailed, statement_errors
 from bridge.postgres.export import exported_snapshot, reported_wait
 from bridge.postgres.sessions import connect_session, set_session
+from bridge.snapshot.coordinator.jobs import ConsistentPoint
+from bridge.snapshot.coordinator.store import JETSTREAM_ERRORS
 from bridge.snapshot.messages import (
     ChunkNumber,
     ChunkNumberWanted,
@@ -34,10 +37,9 @@ from bridge.snapshot.messages import (
     TableFailed,
     TableFinished,
     TableTask,
-    TrainedDictionary,
     unexpected,
 )
-from bridge.snapshot.tables import cut, describe_table, useful_workers
+from bridge.snapshot.tables import MeasuredTable, cut, describe_table, useful_workers
 from consumer_sdk.transport.cancellation import errors_of
 from consumer_sdk.transport.holds import hold_async
 
@@ -104,7 +106,7 @@ class ExportRun:
         try:
             with statement_errors():
                 async with await connect_session(
-                    self._access.conninfo, "tailrace snapshot catalog"
+                    self._access.login, "tailrace snapshot catalog"
                 ) as catalog:
                     await set_session(catalog)
                     await self._perform(catalog)
@@ -118,19 +120,20 @@ class ExportRun:
         if not jobs:
             return
         sizes = [size for job in jobs for size in self._sizes[job.snapshot_id]]
+        with suppress(*JETSTREAM_ERRORS):
+            await self._store.make_room(sum(size.total_bytes for size in sizes))
         async with self._pool.borrow(useful_workers(sizes, self._settings.workers)) as workers:
             cdc = await self._store.cdc_state()
             async with exported_snapshot(
-                self._access.conninfo,
+                self._access.login,
                 catalog,
                 wait_limit=self._settings.wait_limit,
                 report=self._report_waiting,
             ) as export:
                 await hold_async("snapshot.exported")
+                point = ConsistentPoint(export.snapshot_lsn, cdc.last_seq + 1, cdc.created_us)
                 for job in jobs:
-                    job.snapshot_lsn = export.snapshot_lsn
-                    job.cdc_seq = cdc.last_seq + 1
-                    job.stream_created = cdc.created_us
+                    job.point = point
                 failed, contended = await self._import(catalog, workers, export)
             limit = int(LATER_LOCK_SECONDS * 1000)
             await catalog.execute(f"SET lock_timeout = {limit}".encode())
@@ -149,16 +152,12 @@ class ExportRun:
         self._sizes[job.snapshot_id] = sizes
         job.attempts += 1
         job.wait_for([])
-        job.progress.total_estimate = sum(size.rows_estimate for size in sizes) or None
+        job.estimate(sum(size.rows_estimate for size in sizes))
         return True
 
-    async def _describe(
-        self, catalog: CatalogConnection, job: SnapshotJob
-    ) -> tuple[TableDescription, tuple[HeapSize, ...]]:
-        description, sizes = await describe_table(
-            catalog, self._source.publication, job.schema, job.table
-        )
-        return description.restricted_to(job.options.columns), sizes
+    async def _describe(self, catalog: CatalogConnection, job: SnapshotJob) -> MeasuredTable:
+        found = await describe_table(catalog, self._source.publication, job.schema, job.table)
+        return MeasuredTable(found.description.restricted_to(job.options.columns), found.sizes)
 
     async def _report_waiting(self, sessions: list[str]) -> None:
         for job in filter(self.owns, self._jobs):
@@ -337,8 +336,7 @@ class ExportRun:
         # Arrow chunks consist of columns, for which a dictionary of rows is useless.
         trainable = job.options.zstd and job.options.format != "arrow"
         if trainable:
-            known = await self._store.dictionaries.current(job.token, job.options.format)
-            dictionary = None if known is None else TrainedDictionary(*known)
+            dictionary = await self._store.dictionaries.current(job.token, job.options.format)
         return TableTask(
             description=job.description,
             snapshot_id=job.snapshot_id,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from bridge.errors import ForeignTable, Refused, SnapshotError
 from bridge.postgres.sessions import ReconnectingSession
+from bridge.snapshot.coordinator.admission import SnapshotRates, TokenBucket, TooMany
 from bridge.snapshot.coordinator.jobs import JobRegistry, JobState
-from bridge.snapshot.coordinator.requests import RequestListener
+from bridge.snapshot.coordinator.requests import Admission, RequestListener
 from bridge.snapshot.coordinator.run import ExportRun
 from bridge.snapshot.coordinator.store import MetaIdentity, SnapshotStore
 from bridge.snapshot.coordinator.worker_pool import WorkerPool
@@ -35,6 +36,9 @@ GATHER_SECONDS: Final = 0.03
 GATHER_LIMIT_SECONDS: Final = 0.5
 # Requests are checked one at a time, so one locked table must not delay the others for long.
 LOCK_SECONDS: Final = 0.5
+# A check costs queries to PostgreSQL and JetStream, so their number is limited too.
+CHECK_BURST: Final = 128
+CHECK_SECONDS: Final = 1 / 16
 
 
 class SnapshotService:
@@ -55,13 +59,17 @@ class SnapshotService:
         self._settings = settings
         self._schemas = schemas
         self._catalog = ReconnectingSession(
-            access.conninfo, "tailrace snapshot requests", LOCK_SECONDS
+            access.login, "tailrace snapshot requests", LOCK_SECONDS
         )
         self._store = SnapshotStore(client, source)
         self._registry = JobRegistry(client, source, self._store, stats)
-        self._requests = RequestListener(client, source, self._admit, zstd=settings.zstd)
+        self._requests = RequestListener(
+            client, source, access.nats, self._admit, zstd=settings.zstd, stats=stats
+        )
+        self._checks = TokenBucket(CHECK_BURST, CHECK_SECONDS)
+        self._rates = SnapshotRates(settings.interval)
         self._pool = WorkerPool()
-        self._admissions: dict[JobKey, asyncio.Task[tuple[str, JobState]]] = {}
+        self._admissions: dict[tuple[JobKey, bool], asyncio.Task[Admission]] = {}
         self._runs: set[asyncio.Task[None]] = set()
         self._background: list[asyncio.Task[None]] = []
 
@@ -89,46 +97,63 @@ class SnapshotService:
         await self._store.close()
         await self._catalog.close()
 
-    async def _admit(
-        self, schema: str, table: str, request: SnapshotRequest
-    ) -> tuple[str, JobState]:
-        """Return id and state of an active, a finished, or a new snapshot."""
+    async def _admit(self, schema: str, table: str, request: SnapshotRequest) -> Admission:
+        """Return an active, a finished, or a new snapshot."""
         key = (schema, table, request.options)
         job = self._registry.find(key)
         if job is not None:
-            return job.snapshot_id, job.state
+            return Admission(job.snapshot_id, job.state)
         # Equal requests that arrive meanwhile share this answer.
-        admission = self._admissions.get(key)
+        shared = (key, request.fresh)
+        admission = self._admissions.get(shared)
         if admission is None:
+            if not self._checks.take():
+                raise TooMany("the bridge checks too many requests at the moment; ask again")
             admission = asyncio.create_task(self._begin(schema, table, request))
-            self._admissions[key] = admission
-            admission.add_done_callback(lambda _: self._admissions.pop(key, None))
+            self._admissions[shared] = admission
+            admission.add_done_callback(lambda task: self._end_admission(shared, task))
         return await asyncio.shield(admission)
 
-    async def _begin(
-        self, schema: str, table: str, request: SnapshotRequest
-    ) -> tuple[str, JobState]:
+    def _end_admission(self, shared: tuple[JobKey, bool], task: asyncio.Task[Admission]) -> None:
+        del self._admissions[shared]
+        # Without this, asyncio logs the refusal of a request whose answer was already too late.
+        if not task.cancelled():
+            task.exception()
+
+    async def _begin(self, schema: str, table: str, request: SnapshotRequest) -> Admission:
         description = await self._describe(schema, table, request)
         if not request.fresh:
             finished = await self._find_finished(description, request)
             if finished is not None:
-                return finished, JobState.READY
-        if len(self._registry) >= self._settings.most_running:
-            raise Refused(
-                f"{len(self._registry)} snapshots are under way, which is the limit; "
+                return Admission(finished, JobState.READY)
+        # Another request may have begun the same snapshot meanwhile.
+        job = self._registry.find((schema, table, request.options))
+        if job is None:
+            self._require_room(description, request)
+            job = await self._registry.add(schema, table, request)
+        return Admission(job.snapshot_id, job.state)
+
+    def _require_room(self, description: TableDescription, request: SnapshotRequest) -> None:
+        """Raise TooMany if no new snapshot may begin now; nothing is awaited after this."""
+        running = len(self._registry)
+        if running >= self._settings.most_running:
+            raise TooMany(f"{running} snapshots are under way, which is the limit; ask again later")
+        of_table = self._registry.count(description.schema, description.table)
+        if of_table >= self._settings.most_of_table:
+            raise TooMany(
+                f"{of_table} snapshots of {description.name} are under way, which is the limit; "
                 "ask again later"
             )
-        job = await self._registry.add(schema, table, request)
-        return job.snapshot_id, job.state
+        self._rates.take(description.name, request.requester, fresh=request.fresh)
 
     async def _describe(
         self, schema: str, table: str, request: SnapshotRequest
     ) -> TableDescription:
         try:
-            description, _ = await self._catalog.ask(
+            measured = await self._catalog.ask(
                 lambda catalog: describe_table(catalog, self._source.publication, schema, table)
             )
-            description = description.restricted_to(request.options.columns)
+            description = measured.description.restricted_to(request.options.columns)
         except Refused:
             if await self._store.is_foreign(table_token(schema, table)):
                 raise ForeignTable("another source publishes this table") from None

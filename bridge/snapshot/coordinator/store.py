@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import nats.errors
 import nats.js.errors
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from bridge.errors import Retryable, SnapshotError
 from bridge.jetstream.dictionaries import DictionaryStore
-from bridge.jetstream.streams import StreamState, stream_state
+from bridge.jetstream.streams import StreamState, api, stream_state
 from bridge.schemas.store import read_document
 from consumer_sdk.transport.api import ApiError
+from consumer_sdk.transport.calls import DEFAULT_INBOX_PREFIX, ApiCall, consumer_name
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.holds import hold_async
 from consumer_sdk.transport.logfmt import event
@@ -50,6 +51,9 @@ CONSUMER_SECONDS: Final = 10.0
 PUBLISH_ATTEMPTS: Final = 4
 RETRY_SECONDS: Final = 1.0
 CLOSE_SECONDS: Final = 5.0
+SUPERSEDED_SECONDS: Final = 900.0
+MOST_METAS: Final = 10_000
+_SNAPSHOT_ID: Final = re.compile(r"[0-9A-Za-z_-]+\Z")
 JETSTREAM_ERRORS: Final = (nats.errors.Error, OSError, TimeoutError, ApiError, Retryable)
 
 
@@ -105,6 +109,8 @@ class SnapshotStore:
         self._source = source
         self._subjects = source.subjects
         self._failures: set[asyncio.Task[None]] = set()
+        self._removed: set[str] = set()
+        """Ids of superseded snapshots whose chunks are removed already."""
         self._bucket: KeyValue
         self._schemas: KeyValue
         self.dictionaries: DictionaryStore
@@ -179,9 +185,68 @@ class SnapshotStore:
                 abandoned.append(record)
         names = await self._object_names() if abandoned else []
         for record in abandoned:
-            await self._publish_error(record, STOPPED)
+            # First the chunks, so that a full stream has room for the error.
+            await self._purge_chunks(record)
+            try:
+                await self._publish_error(record, STOPPED)
+            except nats.js.errors.APIError as error:
+                # A full INIT stream must not keep the bridge from streaming changes.
+                event(
+                    logger,
+                    "snapshot of an earlier bridge not ended",
+                    level=logging.WARNING,
+                    snapshot_id=record.snapshot_id,
+                    error=str(error),
+                )
+                continue
             await self._purge(record, [n for n in names if n.startswith(record.object_prefix)])
             event(logger, "snapshot of an earlier bridge ended", snapshot_id=record.snapshot_id)
+
+    async def make_room(self, wanted_bytes: int) -> None:
+        """Remove superseded snapshots if INIT has no room for so many bytes.
+
+        A snapshot is superseded by a newer one of its table: only the newest is used again. It is
+        kept for a while for those who are reading it.
+        """
+        state = await stream_state(self._client, self._subjects.init_stream)
+        if state is None or state.has_room_for(wanted_bytes):
+            return
+        superseded = await self._superseded(time.time() - SUPERSEDED_SECONDS)
+        names = await self._object_names() if superseded else []
+        for record in superseded:
+            await self._purge(record, [n for n in names if n.startswith(record.object_prefix)])
+            self._removed.add(record.snapshot_id)
+        if superseded:
+            event(logger, "superseded snapshots removed", count=len(superseded))
+
+    async def _superseded(self, before: float) -> list[SnapshotRecord]:
+        """The snapshots with a newer one of the same table that were completed before a time."""
+        newest: dict[str, SnapshotRecord] = {}
+        found = []
+        sequence = 1
+        for _ in range(MOST_METAS):
+            try:
+                message = await self._js.get_msg(
+                    self._subjects.init_stream,
+                    seq=sequence,
+                    subject=self._subjects.meta(">"),
+                    next=True,
+                )
+            except nats.js.errors.NotFoundError:
+                break
+            sequence = (message.seq or sequence) + 1
+            try:
+                meta = envelope.decode_payload(message.headers, message.data or b"")
+                older = newest.get(message.subject or "")
+                newest[message.subject or ""] = SnapshotRecord(
+                    meta["schema"], meta["table"], meta["snapshot_id"]
+                )
+                is_old = meta["timestamp"] / 1e6 < before
+            except (WireError, *MISFITS):
+                continue
+            if older is not None and is_old and _SNAPSHOT_ID.match(older.snapshot_id):
+                found.append(older)
+        return [record for record in found if record.snapshot_id not in self._removed]
 
     async def is_foreign(self, token: str) -> bool:
         """Whether another source of the stream publishes this table."""
@@ -215,7 +280,13 @@ class SnapshotStore:
         return None
 
     async def _end_failed(self, job: SnapshotJob, error: str) -> None:
-        await _until_stored(lambda: self._publish_error(job.record, error))
+        try:
+            await self._publish_error(job.record, error)
+        except JETSTREAM_ERRORS:
+            # The stream may be full of chunks of this snapshot.
+            await job.no_more_chunks.wait()
+            await _until_stored(lambda: self._purge_chunks(job.record))
+            await _until_stored(lambda: self._publish_error(job.record, error))
         # A chunk that is stored after the purge would stay.
         await job.no_more_chunks.wait()
         await _until_stored(lambda: self._purge(job.record, job.objects))
@@ -253,14 +324,17 @@ class SnapshotStore:
 
     async def _purge(self, record: SnapshotRecord, objects: Iterable[str]) -> None:
         """Remove everything of a failed snapshot; its record is removed last."""
-        chunks = self._subjects.chunk(record.token, record.snapshot_id, "*")
-        await self._js.purge_stream(self._subjects.init_stream, subject=chunks)
+        await self._purge_chunks(record)
         for name in objects:
             # The object may already have been deleted.
             with suppress(nats.js.errors.NotFoundError):
                 store = await self._js.object_store(self._subjects.objects_bucket)
                 await store.delete(name)
         await self._remove_record(record.snapshot_id)
+
+    async def _purge_chunks(self, record: SnapshotRecord) -> None:
+        chunks = self._subjects.chunk(record.token, record.snapshot_id, "*")
+        await self._js.purge_stream(self._subjects.init_stream, subject=chunks)
 
     async def _object_names(self) -> list[str]:
         try:
@@ -273,19 +347,20 @@ class SnapshotStore:
     async def _count_chunks(self, token: str, snapshot_id: str) -> int:
         """How many chunks are stored: the pending messages of a consumer that reads none."""
         stream = self._subjects.init_stream
-        consumer = await self._js.add_consumer(
-            stream,
-            ConsumerConfig(
-                filter_subject=self._subjects.chunk(token, snapshot_id, "*"),
-                deliver_policy=DeliverPolicy.ALL,
-                ack_policy=AckPolicy.NONE,
-                inactive_threshold=CONSUMER_SECONDS,
-                mem_storage=True,
-            ),
-        )
+        name = consumer_name(DEFAULT_INBOX_PREFIX)
+        config = {
+            "name": name,
+            "filter_subject": self._subjects.chunk(token, snapshot_id, "*"),
+            "deliver_policy": "all",
+            "ack_policy": "none",
+            "inactive_threshold": int(CONSUMER_SECONDS * 1e9),
+            "mem_storage": True,
+        }
+        body = {"stream_name": stream, "config": config}
+        created = await api(self._client, ApiCall.CONSUMER_CREATE.of(stream, name), body)
         with suppress(*JETSTREAM_ERRORS):
-            await self._js.delete_consumer(stream, consumer.name)
-        return consumer.num_pending or 0
+            await api(self._client, ApiCall.CONSUMER_DELETE.of(stream, name))
+        return int(created["num_pending"])
 
     async def _newest_meta(self, token: str) -> dict[str, Any] | None:
         """The table's last meta, None if there is none that this version can read."""
@@ -383,6 +458,7 @@ class SnapshotStore:
 
     def _meta(self, job: SnapshotJob) -> dict[str, Any]:
         assert job.description is not None
+        assert job.point is not None
         return {
             "v": envelope.WIRE_VERSION,
             "snapshot_id": job.snapshot_id,
@@ -391,7 +467,7 @@ class SnapshotStore:
             "table": job.table,
             "schema": job.schema,
             "relation_id": job.description.oid,
-            "lsn": job.snapshot_lsn,
+            "lsn": job.point.snapshot_lsn,
             "timestamp": time.time_ns() // 1000,
             "batch_count": job.next_chunk,
             "row_count": job.rows,
@@ -402,17 +478,20 @@ class SnapshotStore:
             "zstd": job.options.zstd,
             "row_filter": job.description.row_filter,
             "stream": self._subjects.cdc_stream,
-            "stream_created": job.stream_created,
-            "cdc_seq": job.cdc_seq,
+            "stream_created": job.point.stream_created_us,
+            "cdc_seq": job.point.cdc_seq,
             "checksum": job.checksum(),
         }
 
 
 def read_record(value: bytes | None, source: str) -> SnapshotRecord | None:
-    """Read a record of this source; None for any other value."""
+    """Read a record of this source; None for any other value.
+
+    The id becomes part of a subject that is purged, so it must not hold a wildcard.
+    """
     try:
         document = json.loads(value or b"")
-        if document["source"] != source:
+        if document["source"] != source or _SNAPSHOT_ID.match(document["snapshot_id"]) is None:
             return None
         return SnapshotRecord(
             str(document["schema"]),

@@ -21,6 +21,7 @@ from bridge.snapshot.messages import (
     unexpected,
 )
 from consumer_sdk.transport.cancellation import uninterrupted
+from consumer_sdk.transport.child_processes import LIBPQ_VARIABLES, child_environment
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,8 +52,10 @@ class WorkerProcess:
         starting = asyncio.create_task(
             asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",
                 "-m",
                 MODULE,
+                env=child_environment(*LIBPQ_VARIABLES),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=LONGEST_LINE_BYTES,

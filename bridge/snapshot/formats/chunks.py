@@ -13,7 +13,7 @@ from consumer_sdk.wire.checksums import sha256_hex
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from bridge.snapshot.messages import TrainedDictionary
+    from bridge.jetstream.dictionaries import ZstdDictionary
 
     StoreObject = Callable[[bytes], dict[str, Any]]
     """Stores a wide row as an object and returns the reference to it."""
@@ -93,7 +93,7 @@ class ChunkMessageBuilder:
     """Compresses the chunks of one snapshot and adds headers and checksums."""
 
     def __init__(
-        self, snapshot_id: str, *, zstd: bool, dictionary: TrainedDictionary | None = None
+        self, snapshot_id: str, *, zstd: bool, dictionary: ZstdDictionary | None = None
     ) -> None:
         self._snapshot_id = snapshot_id
         self._plain = zstandard.ZstdCompressor(level=3) if zstd else None

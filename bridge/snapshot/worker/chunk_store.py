@@ -17,8 +17,10 @@ import nats.js.errors
 from nats.js.api import ObjectMeta, ObjectMetaOptions
 
 from bridge.config import Settings
-from bridge.errors import SnapshotError
+from bridge.errors import Retryable, SnapshotError
 from bridge.jetstream.connection import options_of
+from bridge.jetstream.streams import stream_state
+from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.connection import NatsConnection
 from consumer_sdk.wire.checksums import object_reference
 
@@ -39,6 +41,8 @@ GIVE_UP_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 0.25
 CONNECT_SECONDS: Final = 30.0
 OBJECT_PART_BYTES: Final = 128 * 1024
+STORE_FAILED: Final = 10077
+"""The error code of a stream that cannot store a message, also because it is full."""
 
 
 class ChunkStore:
@@ -125,8 +129,9 @@ class ChunkStore:
                         subject, message.payload, stream=self._stream, headers=dict(message.headers)
                     )
                 except (nats.errors.Error, OSError, TimeoutError) as error:
-                    if not _may_pass(error) or time.monotonic() > deadline:
-                        self._failure = (
+                    full = await self._full(len(message.payload), error)
+                    if full or not _may_pass(error) or time.monotonic() > deadline:
+                        self._failure = full or (
                             f"stream {self._stream} does not accept a chunk: {_text(error)}"
                         )
                         return
@@ -138,6 +143,23 @@ class ChunkStore:
             self._failure = f"storing a chunk failed: {type(error).__name__}"
         finally:
             self._window.release()
+
+    async def _full(self, size: int, error: Exception) -> str | None:
+        """What to say if a chunk was refused because the stream is full; None if it was not."""
+        assert self._client is not None
+        if not isinstance(error, nats.js.errors.APIError) or error.err_code != STORE_FAILED:
+            return None
+        try:
+            state = await stream_state(self._client, self._stream)
+        except (ApiError, Retryable):
+            return None
+        if state is None or state.has_room_for(size):
+            return None
+        return (
+            f"stream {self._stream} is full: it holds {state.held_bytes} of at most "
+            f"{state.config['max_bytes']} bytes; raise its max_bytes, or ask again when older "
+            "snapshots have expired"
+        )
 
     async def _put(self, name: str, payload: bytes) -> None:
         assert self._js is not None

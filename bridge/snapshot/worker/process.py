@@ -57,12 +57,13 @@ class Worker:
     def run(self) -> None:
         """Work until the coordinator has no more pieces."""
         hold("snapshot.start")
+        os.environ.update(self._task.access.environment)
         self._store.open()
         copiers = [
             TableCopier(index, self._task, self._store, self._pipe)
             for index in range(len(self._task.tables))
         ]
-        with CopySession.open(self._task.access.conninfo, self._task.snapshot_name) as session:
+        with CopySession.open(self._task.access.login, self._task.snapshot_name) as session:
             self._lock(session, copiers)
             self._copy(session, copiers)
         self._store.close()

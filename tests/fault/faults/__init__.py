@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tests.fault.faults import history, jetstream, network, processes, servers, spark
+from tests.fault.faults import history, hostile, jetstream, network, processes, servers, spark
 from tests.fault.faults.registry import FAULTS, Fault
 
-__all__ = ["FAULTS", "Fault", "history", "jetstream", "network", "processes", "servers", "spark"]
+__all__ = [
+    "FAULTS",
+    "Fault",
+    "history",
+    "hostile",
+    "jetstream",
+    "network",
+    "processes",
+    "servers",
+    "spark",
+]
