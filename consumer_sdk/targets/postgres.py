@@ -26,7 +26,7 @@ from consumer_sdk.targets.sql_target import SqlTarget
 from consumer_sdk.targets.stored_values import postgres_encoder
 from consumer_sdk.targets.target import CannotAlter, CopyState, Lane, MirrorCopy
 from consumer_sdk.targets.target_url import display_url
-from consumer_sdk.wire.escaping import sql_identifier
+from consumer_sdk.wire.escaping import printable, sql_identifier
 from consumer_sdk.wire.server_messages import without_values
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -83,6 +83,29 @@ JOIN pg_catalog.pg_database d ON d.datname = pg_catalog.current_database()
 WHERE t.oid = pg_catalog.to_regtype(%s)
   AND (coalesce(e.typtype, t.typtype) IN ('b', 'e', 'r', 'm') OR r.rolsuper OR d.datdba = r.oid
        OR r.rolname = current_user)
+"""
+# Whoever owns the schema of the state, or a table in it, decides which code runs on a write to it.
+_FOREIGN_STATE: Final = """
+SELECT o.kind, o.name, r.rolname
+FROM (SELECT 'schema', n.nspname::text, n.nspowner
+      FROM pg_catalog.pg_namespace n WHERE n.nspname = 'tailrace'
+    UNION ALL
+      SELECT 'table', n.nspname || '.' || c.relname, c.relowner
+      FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+      WHERE n.nspname = 'tailrace' AND c.relkind IN ('r', 'p', 'v', 'm', 'f')) o(kind, name, owner)
+JOIN pg_catalog.pg_roles r ON r.oid = o.owner
+JOIN pg_catalog.pg_roles me ON me.rolname = current_user
+JOIN pg_catalog.pg_database d ON d.datname = pg_catalog.current_database()
+WHERE NOT (r.rolsuper OR r.oid IN (d.datdba, me.oid)
+           OR (NOT me.rolsuper AND pg_catalog.pg_has_role(me.oid, r.oid, 'USAGE')))
+ORDER BY o.kind, o.name LIMIT 1
+"""
+# Reading an ordinary table without row security runs nobody's code, whoever owns it.
+_UNREADABLE_STATE: Final = """
+SELECT c.relname FROM pg_catalog.pg_class c
+JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = 'tailrace' AND c.relname IN ('positions', 'copies')
+  AND (c.relkind <> 'r' OR c.relrowsecurity)
 """
 _UNQUALIFIED: Final = re.compile(r'(?:"(?:[^"]|"")*"|[^".])*\Z')
 _UNREADABLE: Final = (
@@ -290,7 +313,16 @@ class PostgresTarget(SqlTarget):
             )
         # Position and rows are in one database, so a commit lost in a crash is applied again.
         self._engine.execute("SET synchronous_commit = off")
+        self._refuse_foreign_state()
         self._has_state = self._find_state()
+
+    def _refuse_foreign_state(self) -> None:
+        for kind, name, owner in self._engine.query(_FOREIGN_STATE):
+            raise TargetError(
+                f"{self.name}: {kind} {printable(name)} belongs to role {printable(owner)}, and "
+                "the mirror keeps its state only where no other user's code can run; drop it, or "
+                "make the mirror's role its owner"
+            )
 
     def close(self) -> None:
         opened, self._opened = self._opened, None
@@ -308,6 +340,8 @@ class PostgresTarget(SqlTarget):
         self._engine.execute("BEGIN")
         if not self._has_state:
             self._create_own_schema()
+            # Another user may have made it since this mirror looked.
+            self._refuse_foreign_state()
             self._create_state()
 
     def _create_own_schema(self) -> None:
@@ -461,4 +495,6 @@ def read_postgres_state(url: str, connection: psycopg.Connection[Any]) -> Target
     """The saved state of a mirror, read over a reader's connection."""
     target = PostgresTarget(url)
     target._opened = PostgresEngine(target.name, connection)
+    for (name,) in target._engine.query(_UNREADABLE_STATE):
+        raise TargetError(f"{target.name}: tailrace.{name} is not a table that a mirror has made")
     return target.read_state()

@@ -226,6 +226,83 @@ def test_a_domain_of_another_user_is_not_used_for_a_column(database: Database) -
     }  # fmt: skip
 
 
+STATE_OF_ANOTHER = {
+    "schema": "CREATE SCHEMA tailrace",
+    "table": "CREATE SCHEMA tailrace; CREATE TABLE tailrace.copies (id int)",
+    "view": "CREATE SCHEMA tailrace; CREATE VIEW tailrace.copies AS SELECT 1 AS id",
+}
+
+
+@pytest.mark.parametrize("planted", STATE_OF_ANOTHER.values(), ids=STATE_OF_ANOTHER)
+@pytest.mark.parametrize("reached", ["open", "begin"])
+def test_a_mirror_keeps_no_state_where_another_user_could_run_code(
+    database: Database, planted: str, reached: str
+) -> None:
+    """The owner of a table gives it triggers, which would run as the mirror."""
+    from consumer_sdk.errors import TargetError
+    from consumer_sdk.targets.postgres import PostgresTarget
+
+    role = make_role(database)
+    with safe_connection(database.dsn) as connection:
+        connection.execute(f"GRANT CREATE ON DATABASE {connection.info.dbname} TO {role}")
+    target = PostgresTarget(database.dsn)
+
+    def plant_state() -> None:
+        with safe_connection(database.dsn) as connection:
+            connection.execute(f"SET ROLE {role}")
+            connection.execute(planted)
+
+    if reached == "open":
+        plant_state()
+        with pytest.raises(TargetError, match=f"belongs to role {role}"):
+            target.open()
+        return
+    target.open()
+    plant_state()
+    with pytest.raises(TargetError, match=f"belongs to role {role}"):
+        target.begin()
+    target.rollback()
+    target.close()
+
+
+def test_a_mirror_trusts_the_state_of_a_role_that_it_belongs_to(database: Database) -> None:
+    from consumer_sdk.targets.postgres import PostgresTarget
+
+    group = make_role(database)
+    member = database.role()
+    name = psycopg.conninfo.conninfo_to_dict(member)["user"]
+    with safe_connection(database.dsn) as connection:
+        connection.execute(f"GRANT {group} TO {name}")
+        connection.execute(f"GRANT CREATE ON DATABASE {connection.info.dbname} TO {group}")
+        connection.execute(f"CREATE SCHEMA tailrace AUTHORIZATION {group}")
+    target = PostgresTarget(member)
+    target.open()
+    target.begin()
+    target.commit()
+    target.close()
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        STATE_OF_ANOTHER["view"],
+        """CREATE SCHEMA tailrace; CREATE TABLE tailrace.copies ();
+        ALTER TABLE tailrace.copies ENABLE ROW LEVEL SECURITY""",
+    ],
+    ids=["view", "policy"],
+)
+def test_a_verification_reads_no_state_that_runs_code(database: Database, planted: str) -> None:
+    from consumer_sdk.errors import TargetError
+    from consumer_sdk.targets.postgres import open_session, read_postgres_state
+
+    database.execute(planted)
+    with (
+        open_session(database.dsn) as connection,
+        pytest.raises(TargetError, match=r"tailrace\.copies is not a table"),
+    ):
+        read_postgres_state(database.dsn, connection)
+
+
 CODE_TYPE = """
 CREATE SCHEMA shop;
 CREATE TYPE shop.code;
