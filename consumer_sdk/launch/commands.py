@@ -73,10 +73,7 @@ def _launch(name: str, module: str) -> NoReturn:
     code: str | int | None
     try:
         try:
-            _defer_rarely_used()
-            with quiet_interrupts():
-                main: Callable[[], int] = import_module(module).main
-            code = main()
+            code = load(module)()
         except SystemExit as end:
             code = end.code
         except BrokenPipeError:
@@ -128,6 +125,14 @@ def _values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
         if equals:
             yield flag, value
             flag = ""
+
+
+def load(module: str) -> Callable[[], int]:
+    """The function `main` of a module of ours, with what it rarely needs left for later."""
+    _defer_rarely_used()
+    with quiet_interrupts():
+        main: Callable[[], int] = import_module(module).main
+    return main
 
 
 class DeferredModule(ModuleType):

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from consumer_sdk.verify.table_side import Row
 
-MOST_WAITING = 200_000
-
 
 class OrdersDiffer(Exception):
     """Too many rows of a side wait for their counterparts; look each of them up instead."""
@@ -30,7 +28,7 @@ class Pairing:
         self,
         key_of: Callable[[Row], str],
         on_different: Callable[[str], None],
-        most_waiting: int = MOST_WAITING,
+        most_waiting: int,
     ) -> None:
         self._key_of = key_of
         self._on_different = on_different

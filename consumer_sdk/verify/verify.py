@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.2
 # Each table that has changed needs an open file.
 MOST_AT_ONCE = 100
+# A waiting row takes about 200 bytes, whatever its width.
+MOST_WAITING = 200_000
 KEPT_DIFFERENCES = 1000
 _CHANGES = frozenset({"INSERT", "UPDATE", "DELETE", "TRUNCATE"})
 
@@ -256,7 +258,9 @@ class _Comparison:
     def _compare_in_order(self, behind: Side, ahead: Side) -> TableReport:
         """Read both sides once; OrdersDiffer unless they come in about the same order."""
         report, only_behind, only_ahead = self._begin()
-        pairing = Pairing(self._layout.key_of, lambda key: report.note(report.different, key))
+        pairing = Pairing(
+            self._layout.key_of, lambda key: report.note(report.different, key), MOST_WAITING
+        )
         with (
             closing(self._untouched(behind, add=True)) as left,
             closing(self._untouched(ahead, add=False)) as right,
