@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import ctypes
-import json
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 from bridge import config
 from bridge.errors import BridgeError, SettingsError
-from consumer_sdk.transport.logfmt import mask_secrets
-from consumer_sdk.transport.version import __version__
+from consumer_sdk.transport.version import ShowVersion
 from consumer_sdk.wire.escaping import printable
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
-
-log = logging.getLogger("bridge")
 
 LARGE_BYTES = 1024 * 1024
 _M_MMAP_THRESHOLD = -3
@@ -189,7 +182,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         parser.add_argument(
             "--port", type=int, default=9090, help="port of the dashboard, default 9090"
         )
-    parser.add_argument("--version", action="version", version=f"tailrace {__version__}")
+    parser.add_argument("--version", action=ShowVersion, const="tailrace")
     return parser
 
 
@@ -203,6 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser(command).parse_args(arguments)
         return _COMMANDS[command](options)
     except BridgeError as error:
+        from consumer_sdk.transport.logfmt import mask_secrets
+
         # What follows the name of a variable, such as PGPASSWORD, is not its value.
         where, colon, text = " ".join(str(error).split()).partition(": ")
         text = mask_secrets(where) + colon + mask_secrets(text)
@@ -221,6 +216,8 @@ def return_large_blocks() -> bool:
     twice as much freed memory: after one large row the process would stay several times larger.
     https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
+    import ctypes
+
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
@@ -242,14 +239,19 @@ def _require_addresses(settings: config.Settings) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from bridge.service import Service
-    from bridge.telemetry.logs import configure_logging
-    from consumer_sdk.transport.logfmt import event
-
     settings = _settings(options)
     config.require(settings, "slot", "pub")
     config.refuse_example_secrets(settings)
     _require_addresses(settings)
+    # Wrong settings are reported without waiting for these.
+    import asyncio
+    import logging
+
+    from bridge.service import Service
+    from bridge.telemetry.logs import configure_logging
+    from consumer_sdk.transport.logfmt import event
+
+    log = logging.getLogger("bridge")
     configure_logging(settings.log_level, settings.log_format)  # type: ignore[arg-type]
     for name, meant in config.misspelled():
         event(log, "unknown variable", level=logging.WARNING, variable=name, meant=meant)
@@ -267,6 +269,8 @@ def _config(options: argparse.Namespace) -> int:
         print(f"bridge: {printable(name)} is not a setting; {meant} is", file=sys.stderr)
     rows = config.masked(_settings(options))
     if options.as_json:
+        import json
+
         print(json.dumps({name: {"value": v, "origin": o} for name, v, o in rows}, indent=2))
         return 0
     rows = [(name, printable(value), printable(origin)) for name, value, origin in rows]
@@ -277,8 +281,6 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _drop(options: argparse.Namespace) -> int:
-    from bridge.decommission import drop
-
     settings = _settings(options)
     config.require(settings, "slot")
     if not options.yes:
@@ -286,18 +288,26 @@ def _drop(options: argparse.Namespace) -> int:
             f"drop would remove slot {settings.slot} and its place in the log; add --yes to do it"
         )
     _require_addresses(settings)
+    import asyncio
+
+    from bridge.decommission import drop
+
     return asyncio.run(drop(settings))
 
 
 def _check(options: argparse.Namespace) -> int:
-    from bridge.preflight.command import print_permissions, run_check
-
     settings = _settings(options)
     if options.permissions:
+        from bridge.preflight.command import print_permissions
+
         print_permissions(settings, form=options.permissions)
         return 0
     config.require(settings, "slot", "pub")
     _require_addresses(settings)
+    import asyncio
+
+    from bridge.preflight.command import run_check
+
     return asyncio.run(run_check(settings, as_json=bool(options.json), fix_sql=options.fix_sql))
 
 

@@ -17,7 +17,7 @@ from consumer_sdk.errors import CdcError, GapError, UsageError
 from consumer_sdk.launch.commands import INTERRUPTED
 from consumer_sdk.transport.logfmt import LogfmtFormatter, mask_secrets
 from consumer_sdk.transport.settings import NatsSettings
-from consumer_sdk.transport.version import __version__
+from consumer_sdk.transport.version import ShowVersion
 from consumer_sdk.wire.escaping import printable
 from spark_consumer.errors import SetupError
 from spark_consumer.lake.directory import keep_private, lake_directory, require_usable_directory
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"spark-consumer {__version__}")
+    parser.add_argument("--version", action=ShowVersion, const="spark-consumer")
     parser.add_argument("--tables", metavar="A,B", required=True, help="the tables to replicate")
     parser.add_argument(
         "--lake",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
 import signal
 import sys
 from importlib import import_module
@@ -12,8 +10,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from consumer_sdk.commands.options import Parser
 from consumer_sdk.errors import CdcError
-from consumer_sdk.launch.commands import INTERRUPTED
-from consumer_sdk.transport.version import __version__
+from consumer_sdk.launch.commands import INTERRUPTED, quiet_interrupts
+from consumer_sdk.transport.version import ShowVersion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +46,7 @@ def build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"cdc {__version__}")
+    parser.add_argument("--version", action=ShowVersion, const="cdc")
     subparsers = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, parser_class=Parser
     )
@@ -72,6 +70,12 @@ def run(arguments: Sequence[str]) -> int:
     follows = False
     try:
         parsed = build_parser(arguments).parse_args(arguments)
+        # All commands need these, their help and wrong arguments do not.
+        with quiet_interrupts():
+            import asyncio
+            import logging
+
+            import consumer_sdk.client  # noqa: F401
         follows = parsed.command == "tail"
         signal.signal(signal.SIGTERM, _interrupt)
         # asyncio logs a warning for every TLS connection of nats-py.

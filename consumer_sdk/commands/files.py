@@ -21,7 +21,7 @@ from consumer_sdk.wire.jsonb import jsonb_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
-    from consumer_sdk.snapshot.chunks import ChunkRows
+    from consumer_sdk.snapshot.chunks import ArrowChunk, ChunkRows
     from consumer_sdk.wire.column_types import Column
 
 Row = dict[str, Any]
@@ -33,9 +33,18 @@ _BLANKS = re.compile(r"[\x00-\x1f]+")
 class RowFile(Protocol):
     """A file for rows; it gets its final name only in `finish`."""
 
+    snapshot_format: str | None
+    """The format of snapshots that is written fastest; None for the bridge's default."""
+
+    def prepare(self) -> None:
+        """Load what writing needs; takes no part of the file's state, so any thread may call it."""
+
     def begin(self, columns: Sequence[Column]) -> None: ...
 
     def write(self, rows: ChunkRows) -> None: ...
+
+    def write_arrow(self, chunk: ArrowChunk) -> bool:
+        """Write a chunk without converting it to rows; False if that is not possible."""
 
     def finish(self) -> None: ...
 
@@ -96,7 +105,19 @@ def mismatch(rows: ChunkRows) -> CorruptData:
     return CorruptData(f"chunk {rows.number} holds a row that does not match the columns and types")
 
 
-class _Discard:
+class _WritesRows:
+    """A file that takes rows only."""
+
+    snapshot_format: str | None = None
+
+    def prepare(self) -> None:
+        pass
+
+    def write_arrow(self, chunk: ArrowChunk) -> bool:  # noqa: ARG002
+        return False
+
+
+class _Discard(_WritesRows):
     def begin(self, columns: Sequence[Column]) -> None:
         pass
 
@@ -126,7 +147,7 @@ def _joined(rows: ChunkRows, line: Callable[[Row, Container[str]], str]) -> str:
         raise mismatch(rows) from error
 
 
-class _TextFile(ABC):
+class _TextFile(_WritesRows, ABC):
     """A text file that has a temporary name until it is complete."""
 
     def __init__(self, path: Path) -> None:

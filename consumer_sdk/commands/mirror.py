@@ -14,8 +14,6 @@ from consumer_sdk.commands.options import CREDENTIALS_ADVICE, add_shared_options
 from consumer_sdk.commands.terminal import is_terminal
 from consumer_sdk.errors import UsageError
 from consumer_sdk.launch.commands import INTERRUPTED
-from consumer_sdk.mirror.runner import Mirror
-from consumer_sdk.targets.target_url import display_url, open_target
 from consumer_sdk.transport.logfmt import quote_logfmt
 from consumer_sdk.wire.escaping import printable
 from consumer_sdk.wire.position import format_lsn
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from consumer_sdk.mirror.notices import MirrorStatus, Notice
+    from consumer_sdk.mirror.runner import Mirror
 
 REDRAW_SECONDS = 0.5
 REPORT_SECONDS = 10.0
@@ -63,6 +62,9 @@ async def run_mirror(arguments: argparse.Namespace) -> int:
         raise UsageError("--all includes every table; name some tables, or give --all, not both")
     if not arguments.tables and not arguments.all:
         raise UsageError("name the tables to mirror, or give --all; see cdc mirror --help")
+    from consumer_sdk.mirror.runner import Mirror
+    from consumer_sdk.targets.target_url import display_url, open_target
+
     target = open_target(arguments.into)
     display = MirrorDisplay(display_url(arguments.into))
     async with open_client(arguments) as client:

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, NoReturn
 
 from consumer_sdk.errors import UsageError
-from consumer_sdk.transport.version import __version__
+from consumer_sdk.transport.version import ShowVersion
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -22,7 +22,7 @@ _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
     """Add --version, --nats, --prefix and --timeout; the environment gives their defaults."""
-    parser.add_argument("--version", action="version", version=f"cdc {__version__}")
+    parser.add_argument("--version", action=ShowVersion, const="cdc")
     group = parser.add_argument_group("NATS")
     group.add_argument(
         "--nats",

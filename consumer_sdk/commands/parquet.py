@@ -6,7 +6,8 @@ import os
 from contextlib import suppress
 from datetime import date, datetime
 from decimal import Decimal
-from typing import IO, TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from consumer_sdk.commands.files import (
     create_temporary,
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from consumer_sdk.snapshot.chunks import ChunkRows
+    from consumer_sdk.snapshot.chunks import ArrowChunk, ChunkRows
     from consumer_sdk.wire.column_types import Column
 
     _Converter = Callable[[Any, bool], Any]
     """Takes a value, and whether it is the text of a JSON document."""
+
+_NEEDS_PYARROW: Final = "writing Parquet needs pyarrow: pip install 'tailrace[arrow]'"
 
 
 class ParquetFile:
@@ -37,21 +40,25 @@ class ParquetFile:
     such as an infinite timestamp, raises UsageError.
     """
 
+    snapshot_format: str | None = "arrow"
+
     def __init__(self, path: Path) -> None:
-        try:
-            import pyarrow.parquet
-        except ImportError as error:
-            raise UsageError(
-                "writing Parquet needs pyarrow: pip install 'tailrace[arrow]'"
-            ) from error
-        self._parquet = pyarrow.parquet
+        if find_spec("pyarrow") is None:
+            raise UsageError(_NEEDS_PYARROW)
         self._path = path
         self._writer: Any = None
         self._file: IO[bytes] | None = None
         self._columns: list[tuple[str, Any, _Converter | None]] = []
 
+    def prepare(self) -> None:
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            raise UsageError(_NEEDS_PYARROW) from error
+
     def begin(self, columns: Sequence[Column]) -> None:
         import pyarrow as pa
+        import pyarrow.parquet
 
         self._columns = []
         for column in columns:
@@ -61,7 +68,7 @@ class ParquetFile:
         self._schema = pa.schema([(name, kind) for name, kind, _ in self._columns])
         self._file = os.fdopen(create_temporary(self._path), "wb")
         try:
-            self._writer = self._parquet.ParquetWriter(self._file, self._schema, compression="zstd")
+            self._writer = pa.parquet.ParquetWriter(self._file, self._schema, compression="zstd")
         except OSError as error:
             raise write_error(self._path, error) from error
 
@@ -86,6 +93,18 @@ class ParquetFile:
                     f"column {name!r} holds a value that does not fit Parquet's {kind}; "
                     "write .jsonl or .csv instead"
                 ) from error
+        self._write(arrays)
+
+    def write_arrow(self, chunk: ArrowChunk) -> bool:
+        # A value that does not fit the column's type is not in the batch.
+        if chunk.odd or chunk.batch.schema.names != self._schema.names:
+            return False
+        self._write(chunk.batch.columns)
+        return True
+
+    def _write(self, arrays: list[Any]) -> None:
+        import pyarrow as pa
+
         try:
             self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
         except OSError as error:

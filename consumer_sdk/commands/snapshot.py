@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,13 @@ from consumer_sdk.errors import UsageError
 from consumer_sdk.wire.column_types import Column
 from consumer_sdk.wire.escaping import printable, printable_json
 from consumer_sdk.wire.position import format_lsn
-from consumer_sdk.wire.subjects import format_table_name
+from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
 
+    from consumer_sdk.client import Client
     from consumer_sdk.snapshot.request import SnapshotProgress
     from consumer_sdk.snapshot.snapshot import Snapshot
 
@@ -53,6 +56,8 @@ def add_arguments(subparsers: Any) -> None:
 
 async def take(arguments: argparse.Namespace) -> int:
     """Take a snapshot, write its rows, print a summary."""
+    from consumer_sdk.snapshot.chunks import ArrowChunk
+
     wanted = _column_names(arguments.columns)
     writer = open_row_file(arguments.out)
     bar = ProgressLine(f"snapshot of {arguments.table}")
@@ -64,19 +69,22 @@ async def take(arguments: argparse.Namespace) -> int:
 
     try:
         async with open_client(arguments) as client:
-            snapshot = await client.snapshot(
-                arguments.table,
-                fresh=arguments.fresh,
-                columns=wanted,
-                progress=on_progress,
-                stall_timeout=arguments.stall_timeout,
+            # The bridge copies meanwhile.
+            preparing = asyncio.create_task(asyncio.to_thread(writer.prepare))
+            snapshot = await _request(
+                client, arguments, wanted, writer.snapshot_format, on_progress
             )
             meta = snapshot.meta
+            await preparing
             writer.begin([Column.from_document(one) for one in meta.columns])
             rows = 0
-            async for chunk in snapshot.chunks():
-                writer.write(chunk)
-                rows += len(chunk)
+            async for chunk in snapshot.chunks_as_written():
+                if isinstance(chunk, ArrowChunk) and writer.write_arrow(chunk):
+                    rows += chunk.batch.num_rows
+                else:
+                    written = snapshot.rows_of(chunk)
+                    writer.write(written)
+                    rows += len(written)
                 bar.show(rows, meta.row_count, "reading")
         writer.finish()
     finally:
@@ -86,6 +94,42 @@ async def take(arguments: argparse.Namespace) -> int:
     stream = sys.stderr if arguments.out == "-" else sys.stdout
     print(_summary(snapshot, arguments), file=stream)
     return 0
+
+
+async def _request(
+    client: Client,
+    arguments: argparse.Namespace,
+    columns: list[str] | None,
+    preferred: str | None,
+    on_progress: Callable[[SnapshotProgress], None],
+) -> Snapshot:
+    """A snapshot in the preferred format, or a retained one in the bridge's own format."""
+    from consumer_sdk.snapshot.request import RequestOptions, RequestRefused, find_retained
+
+    async def request(form: str | None) -> Snapshot:
+        return await client.snapshot(
+            arguments.table,
+            fresh=arguments.fresh,
+            columns=columns,
+            format=form,
+            progress=on_progress,
+            stall_timeout=arguments.stall_timeout,
+        )
+
+    if preferred is None:
+        return await request(None)
+    if not arguments.fresh:
+        schema = await client.schema(arguments.table)
+        token = table_token(schema.schema, schema.table)
+        document = RequestOptions(columns).to_document(schema)
+        retained = await find_retained(client.deployment, token, document)
+        if retained is not None:
+            return retained
+    try:
+        return await request(preferred)
+    except RequestRefused:
+        # A bridge without pyarrow writes its own formats only.
+        return await request(None)
 
 
 def _column_names(listed: str | None) -> list[str] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import shutil
@@ -41,6 +40,9 @@ async def reader_closed(stream: TextIO) -> None:
 
     A write would fail then, but without changes nothing is written.
     """
+    # The help of every command imports this module.
+    import asyncio
+
     while not _is_closed(stream):  # noqa: ASYNC110
         await asyncio.sleep(_CHECK_SECONDS)
 

@@ -13,9 +13,6 @@ from consumer_sdk.commands.options import (
     open_client,
     seconds,
 )
-from consumer_sdk.targets.target_url import split_url
-from consumer_sdk.verify.table_side import require_conninfo
-from consumer_sdk.verify.verify import verify
 from consumer_sdk.wire.escaping import printable, printable_json
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -59,6 +56,9 @@ def add_arguments(subparsers: Any) -> None:
 
 async def run_verify(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    from consumer_sdk.targets.target_url import split_url
+    from consumer_sdk.verify.table_side import require_conninfo
+    from consumer_sdk.verify.verify import verify
 
     def waiting(reason: str) -> None:
         print(f"cdc: {printable(reason)}", file=sys.stderr)

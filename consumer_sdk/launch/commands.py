@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 import signal
 import sys
-from importlib import import_module
+from contextlib import contextmanager
+from importlib import import_module, util
 from os import _exit
-from typing import TYPE_CHECKING, Final, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from consumer_sdk.launch.output import OutputLost, close_output, open_output
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 NOT_USABLE = 3
+
+_RARELY_USED: Final = ("aiohttp",)
+"""Packages that take long to import: nats-py imports them, but needs them for WebSockets alone."""
 
 _NATS: Final = "NATS_URL or NATS_CREDS"
 _POSTGRES: Final = "PGPASSWORD or ~/.pgpass"
@@ -68,7 +73,7 @@ def _launch(name: str, module: str) -> NoReturn:
     code: str | int | None
     try:
         try:
-            code = _load(module)()
+            code = load(module)()
         except SystemExit as end:
             code = end.code
         except BrokenPipeError:
@@ -122,15 +127,45 @@ def _values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             flag = ""
 
 
-def _load(module: str) -> Callable[[], int]:
-    """Import a command; an interrupt meanwhile ends the process, with nothing to clean up."""
+def load(module: str) -> Callable[[], int]:
+    """The function `main` of a module of ours, with what it rarely needs left for later."""
+    _defer_rarely_used()
+    with quiet_interrupts():
+        main: Callable[[], int] = import_module(module).main
+    return main
+
+
+class DeferredModule(ModuleType):
+    """Stands for a package until a name in it is used, which imports the package.
+
+    An import statement alone would already load a module of importlib's LazyLoader.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
+def _defer_rarely_used() -> None:
+    for name in _RARELY_USED:
+        spec = None if name in sys.modules else util.find_spec(name)
+        if spec is not None:
+            sys.modules[name] = DeferredModule(name)
+            sys.modules[name].__spec__ = spec
+
+
+@contextmanager
+def quiet_interrupts() -> Iterator[None]:
+    """During imports, let an interrupt end the process at once: there is nothing to clean up."""
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:
         signal.signal(signal.SIGINT, _end)
-    main: Callable[[], int] = import_module(module).main
-    if is_default:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return main
+    try:
+        yield
+    finally:
+        if is_default:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _end(_signal: int, _frame: FrameType | None) -> NoReturn:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from consumer_sdk.targets.target import MirrorCopy
     from consumer_sdk.wire.column_types import TableSchema
 
-# Snapshots requested together share one export in the source.
-REQUESTS = 32
+# Snapshots requested together share one export in the source. The bridge runs 64 at most.
+REQUESTS = 56
 LOADS = 4
 ATTEMPTS = 3
 RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0)

@@ -82,11 +82,14 @@ class ChunkReader:
 
     async def rows(self, number: int, frame: Frame) -> ChunkRows:
         """The rows of a stored chunk, including rows stored as objects."""
-        found = await self.read(number, frame)
-        if isinstance(found, ChunkRows):
-            return found
-        with _naming_chunk(number):
-            return self._rows_of(found)
+        return self.to_rows(await self.read(number, frame))
+
+    def to_rows(self, chunk: ChunkRows | ArrowChunk) -> ChunkRows:
+        """The rows of a chunk as it was written."""
+        if isinstance(chunk, ChunkRows):
+            return chunk
+        with _naming_chunk(chunk.number):
+            return self._rows_of(chunk)
 
     async def read(self, number: int, frame: Frame) -> ChunkRows | ArrowChunk:
         """A stored chunk as it was written: rows, or an Arrow record batch."""

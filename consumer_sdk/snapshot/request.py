@@ -120,14 +120,24 @@ async def take_snapshot(
     document = options.to_document(schema)
     token = table_token(schema.schema, schema.table)
     if not fresh:
-        # A damaged meta, or one of another table, is not used: a new snapshot replaces it.
-        with suppress(CorruptData):
-            frame = await newest_meta(deployment, token)
-            meta = None if frame is None else decode_meta(frame)
-            if meta is not None and await is_reusable(deployment, meta, document):
-                return Snapshot(deployment, meta, reused=True)
+        retained = await find_retained(deployment, token, document)
+        if retained is not None:
+            return retained
     pending = _Pending(deployment, token, _display(table), progress, stall_timeout)
     return Snapshot(deployment, await pending.run(document, fresh), reused=False)
+
+
+async def find_retained(
+    deployment: Deployment, token: str, document: dict[str, Any]
+) -> Snapshot | None:
+    """A retained snapshot with these options that is still valid; None if there is none."""
+    # A damaged meta, or one of another table, is not used: a new snapshot replaces it.
+    with suppress(CorruptData):
+        frame = await newest_meta(deployment, token)
+        meta = None if frame is None else decode_meta(frame)
+        if meta is not None and await is_reusable(deployment, meta, document):
+            return Snapshot(deployment, meta, reused=True)
+    return None
 
 
 def _display(table: TableName) -> str:

@@ -122,15 +122,25 @@ class Snapshot:
         The whole snapshot (every chunk once, number of rows, checksum) is verified after the last
         chunk: keep nothing unless the iteration ends without an error.
         """
+        async with aclosing(self.chunks_as_written()) as chunks:
+            async for chunk in chunks:
+                yield self.rows_of(chunk)
+
+    async def chunks_as_written(self) -> AsyncGenerator[ChunkRows | ArrowChunk, None]:
+        """Its chunks in the format of the snapshot, verified like `chunks`."""
         digests: dict[int, str] = {}
         rows = 0
         async with aclosing(self.raw_chunks()) as stored_chunks:
             async for stored in stored_chunks:
                 digests[stored.number] = stored.sha256
-                chunk = await self._reader.rows(stored.number, stored.frame)
-                rows += len(chunk)
+                chunk = await self.read_chunk(stored)
+                rows += len(chunk) if isinstance(chunk, ChunkRows) else chunk.batch.num_rows
                 yield chunk
         self.meta.verify(digests, rows)
+
+    def rows_of(self, chunk: ChunkRows | ArrowChunk) -> ChunkRows:
+        """The rows of a chunk as written; CorruptData if they cannot be read."""
+        return self._reader.to_rows(chunk)
 
     async def rows(self) -> AsyncGenerator[Row, None]:
         """Its rows one by one, verified like `chunks`."""

@@ -16,7 +16,7 @@ from consumer_sdk.wire.column_types import to_bytes
 from consumer_sdk.wire.errors import MISFITS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from consumer_sdk.wire.column_types import Column
 
@@ -44,6 +44,21 @@ class Spelling:
             return text
         convert = _FROM_TEXT.get(self._element, str)
         return _list_text(_parse_array(text), convert)
+
+    def column_from_text(self, texts: Sequence[str | None]) -> Sequence[Canonical]:
+        """`from_text` of a whole column."""
+        if self._family == "array":
+            return [self.from_text(text) for text in texts]
+        convert = _FROM_TEXT.get(self._family)
+        if convert is None:
+            return texts
+        return [None if text is None else convert(text) for text in texts]
+
+    def column_from_sqlite(self, values: Sequence[Any]) -> Sequence[Canonical]:
+        """`from_sqlite` of a whole column."""
+        if self._family in _CONVERTED:
+            return [self.from_sqlite(value) for value in values]
+        return [None if value is None else str(value) for value in values]
 
     def from_wire(self, value: Any, raw: bool) -> Canonical:
         """The canonical text of a value in an event; `raw` means that a JSON document is text."""
@@ -103,6 +118,10 @@ def _from_value(family: str, value: Any, raw: bool) -> str:
     if family == "jsonb":
         return _jsonb(value) if raw and isinstance(value, str) else _number_exact(value)
     return str(value)
+
+
+_CONVERTED: Final = frozenset({"array", "bool", "float", "bytea", "json", "jsonb"})
+"""Families for which `_from_value` does more than to take the value's text."""
 
 
 def _float(value: Any) -> str:

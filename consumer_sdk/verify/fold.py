@@ -20,18 +20,30 @@ if TYPE_CHECKING:
 class Fold:
     """The changes of one table: first stored, then applied to the rows that they touch.
 
-    In a table without a key, rows are counted instead: a change removes one row, adds one, or both.
+    Without changes there is no file. In a table without a key, rows are counted instead: a change
+    removes one row, adds one, or both.
     """
 
     def __init__(self, layout: TableLayout, directory: Path) -> None:
         self._layout = layout
+        self._path = directory / f"fold-{layout.schema.schema}-{id(self)}.db"
+        self._opened: sqlite3.Connection | None = None
         self.truncated = False
         self.lost: set[str] = set()
-        self._db = sqlite3.connect(
-            directory / f"fold-{layout.schema.schema}-{id(self)}.db",
-            isolation_level=None,
-            check_same_thread=False,
-        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no changes."""
+        return self._opened is None and not self.truncated
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         for statement in (
             "PRAGMA journal_mode = OFF",
             "PRAGMA synchronous = OFF",
@@ -42,13 +54,15 @@ class Fold:
             "CREATE TABLE counts (content TEXT PRIMARY KEY, n INTEGER) WITHOUT ROWID",
             "BEGIN",
         ):
-            self._db.execute(statement)
+            db.execute(statement)
+        return db
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._db.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def spool(self, event: Event) -> None:
         """Store a change for `apply` or `count_changes`."""
@@ -90,6 +104,8 @@ class Fold:
 
     def touched(self, keys: Sequence[str]) -> set[str]:
         """The keys among these that a change has touched."""
+        if self._opened is None:
+            return set()
         find = "SELECT 1 FROM touched WHERE key = ?"
         return {key for key in keys if self._db.execute(find, (key,)).fetchone()}
 
@@ -105,6 +121,11 @@ class Fold:
             "INSERT INTO rows (key, content) VALUES (?, ?)",
             (self._layout.key_of(row), json.dumps(row)),
         )
+
+    def remove_added(self) -> None:
+        """Remove the rows that `add` has added."""
+        if self._opened is not None:
+            self._db.execute("DELETE FROM rows")
 
     def apply(self) -> None:
         """Apply the changes to the added rows; `lost` collects the keys of missing rows."""

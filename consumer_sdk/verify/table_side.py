@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.types.string import TextLoader
 
 from consumer_sdk.errors import NotAvailable, TargetError, UsageError
 from consumer_sdk.targets.canonical import Spelling, to_sqlite
@@ -18,7 +19,6 @@ from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.postgres import (
     key_operators,
     open_session,
-    printed,
     read_postgres_state,
     shown,
 )
@@ -27,7 +27,9 @@ from consumer_sdk.targets.target_url import display_url, split_url
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
+
+    from psycopg.adapt import AdaptersMap
 
     from consumer_sdk.targets.target import TargetState
     from consumer_sdk.wire.column_types import TableSchema
@@ -64,8 +66,8 @@ class TableLayout:
 class Side(Protocol):
     """A table that does not change while it is read."""
 
-    def slices(self) -> Iterator[list[Row]]:
-        """All rows as canonical texts, in lists."""
+    def slices(self) -> Generator[list[Row], None, None]:
+        """All rows as canonical texts, in lists of SLICE_ROWS; a table with a key in its order."""
         ...
 
     def find(self, keys: Sequence[str]) -> dict[str, Row]:
@@ -91,11 +93,12 @@ class PostgresSide:
         self._connection = connection
         self._layout = layout
         schema = layout.schema
-        columns = ", ".join(printed(f"t.{quote(name)}") for name in layout.names)
+        columns = ", ".join(f"t.{quote(name)}" for name in layout.names)
         table = f"{'ONLY ' if only else ''}{quote(schema.schema)}.{quote(schema.table)}"
         self._select = f"SELECT {columns} FROM {table} AS t"
         self._count = f"SELECT pg_catalog.count(*) FROM {table} AS t"
         self._where = f" WHERE ({condition})" if condition else ""
+        self._order = ", ".join(f"t.{quote(name)}" for name in layout.key)
         self._key_types = self._types() if layout.key else []
         name = f"{quote(schema.schema)}.{quote(schema.table)}"
         self._operators = key_operators(connection, name, layout.key) if layout.key else {}
@@ -112,13 +115,27 @@ class PostgresSide:
         types = dict(rows)
         return [types[name] for name in self._layout.key]
 
-    def slices(self) -> Iterator[list[Row]]:
-        spellings = self._layout.spellings
+    def slices(self) -> Generator[list[Row], None, None]:
+        order = ""
+        if self._layout.key:
+            # By the index of the key: a sort would write the whole table to the server's disk.
+            self._connection.execute("SET LOCAL enable_sort = off")
+            order = f" ORDER BY {self._order}"
         with self._connection.cursor(name="tailrace_verify") as cursor:
-            cursor.itersize = SLICE_ROWS
-            cursor.execute((self._select + self._where).encode())
+            _load_texts(cursor.adapters)
+            cursor.execute((self._select + self._where + order).encode())
             while rows := cursor.fetchmany(SLICE_ROWS):
-                yield [_spelled(row, spellings) for row in rows]
+                yield self._spelled(rows)
+
+    def _spelled(self, rows: list[Sequence[str | None]]) -> list[Row]:
+        if not rows:
+            return []
+        columns = zip(*rows, strict=True)
+        spelled = (
+            spelling.column_from_text(column)
+            for spelling, column in zip(self._layout.spellings, columns, strict=True)
+        )
+        return list(zip(*spelled, strict=True))
 
     def count(self) -> int:
         row = self._connection.execute((self._count + self._where).encode()).fetchone()
@@ -139,15 +156,21 @@ class PostgresSide:
             f"JOIN ROWS FROM ({arrays}) AS w({names}) ON {match}"
             f"{condition.replace('%', '%%')}"
         )
-        rows = self._connection.execute(
-            statement.encode(), [list(column) for column in values]
-        ).fetchall()
-        found = (_spelled(row, layout.spellings) for row in rows)
-        return {layout.key_of(row): row for row in found}
+        with self._connection.cursor() as cursor:
+            _load_texts(cursor.adapters)
+            cursor.execute(statement.encode(), [list(column) for column in values])
+            return {layout.key_of(row): row for row in self._spelled(cursor.fetchall())}
 
 
-def _spelled(row: Sequence[str | None], spellings: Sequence[Spelling]) -> Row:
-    return tuple(spelling.from_text(text) for spelling, text in zip(spellings, row, strict=True))
+def _load_texts(adapters: AdaptersMap) -> None:
+    """Have every value read as PostgreSQL prints it; it is a text already if its type is unknown.
+
+    A cast to text would change char(n) and inet.
+    """
+    for known in psycopg.adapters.types:
+        for oid in (known.oid, known.array_oid):
+            if oid:
+                adapters.register_loader(oid, TextLoader)
 
 
 class SqliteSide:
@@ -161,14 +184,16 @@ class SqliteSide:
         table = quote(table_name(schema.schema, schema.table))
         self._select = f"SELECT {columns} FROM {table}"
         self._count = f"SELECT count(*) FROM {table}"
+        key = ", ".join(map(quote, layout.key))
+        self._order = f" ORDER BY {key}" if key else ""
 
     def count(self) -> int:
         return int(self._connection.execute(self._count).fetchone()[0])
 
-    def slices(self) -> Iterator[list[Row]]:
-        cursor = self._connection.execute(self._select)
+    def slices(self) -> Generator[list[Row], None, None]:
+        cursor = self._connection.execute(self._select + self._order)
         while rows := cursor.fetchmany(SLICE_ROWS):
-            yield [self._spelled(row) for row in rows]
+            yield self._spelled(rows)
 
     def find(self, keys: Sequence[str]) -> dict[str, Row]:
         layout = self._layout
@@ -180,14 +205,18 @@ class SqliteSide:
                 for name, text in zip(layout.key, json.loads(key), strict=True)
             ]
             for row in self._connection.execute(f"{self._select} WHERE {match}", values):
-                found[key] = self._spelled(row)
+                found[key] = self._spelled([row])[0]
         return found
 
-    def _spelled(self, row: Sequence[Any]) -> Row:
-        return tuple(
-            spelling.from_sqlite(value)
-            for spelling, value in zip(self._layout.spellings, row, strict=True)
+    def _spelled(self, rows: list[Sequence[Any]]) -> list[Row]:
+        if not rows:
+            return []
+        columns = zip(*rows, strict=True)
+        spelled = (
+            spelling.column_from_sqlite(column)
+            for spelling, column in zip(self._layout.spellings, columns, strict=True)
         )
+        return list(zip(*spelled, strict=True))
 
 
 class Replica:

@@ -13,7 +13,9 @@ from typing import Any
 from tests.bench import latency, memory, report, throughput
 from tests.bench.rig import Rig, started
 
-SECTIONS = ("throughput", "latency", "memory", "scrape", "snapshot", "reading", "spark")
+SECTIONS = (
+    "throughput", "latency", "memory", "scrape", "snapshot", "reading", "commands", "spark",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -95,6 +97,12 @@ def _reading(rig: Rig, repeats: int) -> Any:
     return _generic("reading and mirroring", reading.measure(rig, repeats))
 
 
+def _commands(rig: Rig, repeats: int) -> Any:
+    from tests.bench import commands
+
+    return _generic("what a user waits for", commands.measure(rig, repeats))
+
+
 def _spark(rig: Rig, repeats: int) -> Any:
     from tests.bench import spark
 
@@ -115,6 +123,7 @@ _RUNNERS = {
     "scrape": _scrape,
     "snapshot": _snapshot,
     "reading": _reading,
+    "commands": _commands,
     "spark": _spark,
 }
 

@@ -82,7 +82,15 @@ def loading(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("command", ["bridge", "bridge check", "cdc tail", "spark-consumer"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bridge --slot s --pub p",
+        "bridge check --slot s --pub p",
+        "cdc tail",
+        "spark-consumer --tables t --lake unused",
+    ],
+)
 def test_an_interrupt_during_the_imports_ends_quietly(command: str, loading) -> None:
     process = loading(*command.split())
     process.send_signal(signal.SIGINT)
@@ -165,6 +173,20 @@ def test_a_full_output_is_one_line_and_not_usable(shop, database) -> None:
             assert done.returncode == 3, (arguments, done.stderr)
             assert len(done.stderr.splitlines()) == 1, done.stderr
             assert done.stderr.startswith(f"{arguments[0]}: standard output {FULL}".encode())
+
+
+def test_listing_tables_loads_no_other_database_and_no_websockets(shop) -> None:
+    program = (
+        "import sys; sys.argv = ['cdc', 'tables']; from consumer_sdk.launch.commands import cdc\n"
+        "try: cdc()\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
+    )
+    done = run("python", "-c", program, environment=shop)
+    assert (done.returncode, b"users" in done.stdout) == (0, True)
+    loaded = set(done.stderr.decode().split())
+    assert {"nats", "consumer_sdk.client"} <= loaded
+    heavy = {"aiohttp.client", "psycopg", "pyarrow", "pyspark", "pandas", "sqlite3"}
+    assert not heavy & loaded
 
 
 def test_a_closed_output_is_no_output(shop) -> None:

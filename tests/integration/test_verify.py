@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 from contextlib import closing
@@ -10,12 +11,17 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from consumer_sdk import connect
+from consumer_sdk.reading.log import LogReader
+from consumer_sdk.verify.verify import verify as compare
 from tests.fixtures.mirror import Workload, wait_equal
 from tests.fixtures.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from consumer_sdk.verify.verify import TableReport
 
 EVERY_TYPE = """
 CREATE TYPE mood AS ENUM ('sad', 'ok', 'happy "x"');
@@ -171,6 +177,72 @@ def test_differences_are_named_by_key(
     assert code == 1
     assert 'missing ["17", "a"]' in said
     assert '["19", "a"]' not in said
+
+
+def test_tables_are_compared_in_any_order_and_the_log_is_read_once(
+    database: Any,
+    bridge_process: Any,
+    mirror_process: Any,
+    nats_server: Any,
+    prefix: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SQLite orders texts by their bytes, PostgreSQL these by their values: as 9, 10 and 10, 9."""
+    for table in ("one", "two", "three"):
+        database.execute(f"CREATE TABLE {table} (id numeric PRIMARY KEY, v text)")
+        database.execute(
+            f"INSERT INTO {table} SELECT g, 'v' || g FROM generate_series(1, 2500) AS g"
+        )
+    database.publish("one", "two", "three")
+    bridge_process()
+    path = tmp_path / "replica.db"
+    mirror = mirror_process("--all", "--into", f"sqlite:///{path}", "--once")
+    assert mirror.wait() == 0, mirror.describe()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("DELETE FROM two WHERE id = '17'")
+        connection.execute("UPDATE two SET v = 'wrong' WHERE id = '18'")
+        connection.execute("INSERT INTO two VALUES ('9999', 'z')")
+        connection.commit()
+    for table in ("one", "two", "three"):
+        database.execute(f"UPDATE {table} SET v = 'later' WHERE id IN (19, 2000)")
+    reads: list[list[str]] = []
+    read = LogReader.read
+
+    def counted(self: LogReader, first: int, end: int, subjects: list[str], **options: Any) -> Any:
+        reads.append(subjects)
+        return read(self, first, end, subjects, **options)
+
+    monkeypatch.setattr(LogReader, "read", counted)
+
+    async def compared() -> list[TableReport]:
+        async with connect(nats_server.url, prefix=prefix) as client:
+            return await compare(
+                client,
+                ["three", "two", "one", "two"],
+                source=database.dsn,
+                replica=f"sqlite:///{path}",
+            )
+
+    def found() -> list[tuple[str, int, int, int]]:
+        return [
+            (report.table[1], report.rows, report.changes_folded, report.differences)
+            for report in reports
+        ]
+
+    answers = []
+    # With 100 rows at most that wait, the rows are looked up instead.
+    for most_waiting in (200_000, 100):
+        monkeypatch.setattr("consumer_sdk.verify.verify.MOST_WAITING", most_waiting)
+        reads.clear()
+        reports = asyncio.run(compared())
+        assert [len(subjects) for subjects in reads] == [3]
+        assert [name for name, *_ in found()] == ["three", "two", "one", "two"]
+        assert [rest for name, *rest in found() if name != "two"] == [[2500, 2, 0]] * 2
+        two = reports[1]
+        assert two.changes_folded == 2
+        answers.append((two.missing, two.different, two.extra))
+    assert answers == [(['["17"]'], ['["18"]'], ['["9999"]'])] * 2
 
 
 def test_replica_is_compared_while_both_sides_move(

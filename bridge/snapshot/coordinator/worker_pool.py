@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     Expected = TypeVar("Expected", bound=Report)
 
+LAUNCHER: Final = "consumer_sdk.launch"
 MODULE: Final = "bridge.snapshot.worker.process"
 LONGEST_LINE_BYTES: Final = 1024 * 1024
 IDLE_SECONDS: Final = 20.0
@@ -54,6 +55,7 @@ class WorkerProcess:
                 sys.executable,
                 "-P",
                 "-m",
+                LAUNCHER,
                 MODULE,
                 env=child_environment(*LIBPQ_VARIABLES),
                 stdin=asyncio.subprocess.PIPE,
