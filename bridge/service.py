@@ -292,6 +292,7 @@ class Service:
                 if self._settings.on_gap != "new-epoch":
                     raise
                 self._start_facts.gap = str(error)
+                self._start_facts.gap_epoch = self.stats.epoch
             except TRANSIENT as error:
                 if self._denied is not None and not self._session_count:
                     raise BrokerError(

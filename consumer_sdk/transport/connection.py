@@ -334,6 +334,9 @@ class NatsConnection(NatsClient):
         self._is_ending = True
         if self._restoring is not None:
             self._restoring.cancel()
+        if self._flush_queue is None:
+            # It was never connected, where nats-py fails.
+            return
         try:
             await super().close()
         except OSError:
