@@ -248,7 +248,7 @@ class _Opening:
             preparation=Preparation(
                 registry=registry,
                 schemas=self._schemas,
-                objects=ObjectWriter(broker.objects),
+                objects=ObjectWriter(broker.objects, broker.client),
                 source=source,
                 outage=outage,
             ),

@@ -119,8 +119,9 @@ class Streaming:
                             pipeline.connection, lambda: reader.silent_seconds
                         )
                     ),
-                    group.create_task(self._broker.watch_buckets()),
+                    group.create_task(self._broker.watch()),
                     group.create_task(self._watch_size(interval)),
+                    group.create_task(pipeline.snapshots.watch()),
                 ]
                 publishing = group.create_task(publisher.run())
                 await group.create_task(reader.run())

@@ -18,7 +18,7 @@ import nats.errors
 from nats.aio.client import Client as NatsClient
 
 from consumer_sdk.errors import AccessDenied, NotAvailable
-from consumer_sdk.transport.api import call_api, parse_headers
+from consumer_sdk.transport.api import ApiError, call_api, parse_headers
 from consumer_sdk.transport.calls import API, ApiCall
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.frame_parser import FrameParser, PacedParser
@@ -93,6 +93,8 @@ class NatsConnection(NatsClient):
         self._is_refusal_logged = False
         self._is_ending = False
         """Whether our own code has closed the client."""
+        self._permitted: set[tuple[str, ...]] = set()
+        """Which calls of JetStream's API, on which streams, have been answered."""
         self._denied: set[str] = set()
         """Subjects, in lower case, that the server does not let the client subscribe to."""
         self._denied_again: set[str] = set()
@@ -407,16 +409,26 @@ class NatsConnection(NatsClient):
         *,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Call JetStream's API; ApiError if it refuses, NotAvailable if it does not answer."""
+        """Call JetStream's API; ApiError if it refuses, NotAvailable if it does not answer.
+
+        AccessDenied if the account may not make such a call; NotAvailable if it could before.
+        """
         error_before = self.latest_error
+        kind = tuple(subject.split(".")[:3])
         try:
-            return await call_api(self, subject, body, timeout=timeout)
+            answer = await call_api(self, subject, body, timeout=timeout)
+        except ApiError:
+            self._permitted.add(kind)
+            raise
         except nats.errors.NoRespondersError as error:
             raise NoJetStream from error
         except (nats.errors.Error, OSError, TimeoutError) as error:
             if self.latest_error is not error_before and is_forbidden(self.latest_error):
-                raise AccessDenied(f"NATS refuses: {one_line(self.latest_error)}") from error
+                denial = NotAvailable if kind in self._permitted else AccessDenied
+                raise denial(f"NATS refuses: {one_line(self.latest_error)}") from error
             raise NotAvailable(f"NATS does not answer: {self.explain(error)}") from error
+        self._permitted.add(kind)
+        return answer
 
     async def discard_consumer(self, stream: str, name: str) -> None:
         """Delete a consumer without waiting; if this fails, the server deletes it later."""

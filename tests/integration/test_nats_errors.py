@@ -10,8 +10,9 @@ import nats.errors
 import pytest
 from nats.aio.client import Client as NatsClient
 
+from bridge.preflight.permissions import BRIDGE_USER, READER_USER
 from consumer_sdk import sync
-from consumer_sdk.client import Client
+from consumer_sdk.client import Client, connect
 from consumer_sdk.transport.connection import (
     NatsConnection,
     is_forbidden,
@@ -19,6 +20,8 @@ from consumer_sdk.transport.connection import (
     open_connection,
 )
 from consumer_sdk.transport.settings import NatsSettings
+from tests.fixtures.mirror import wait_equal
+from tests.fixtures.nats import PASSWORD, READER_ENVIRONMENT, accounts
 from tests.fixtures.nats_accounts import Operator, replace_file
 from tests.fixtures.publisher import Publisher, ids, read_events
 from tests.fixtures.waiting import eventually, wait_until
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bridge.embedded import NatsServer
+    from tests.fixtures.bridge_process import BridgeProcess
+    from tests.fixtures.mirror import MirrorProcess
+    from tests.fixtures.postgres import Database
 
     Trouble = Callable[["Reader"], AbstractAsyncContextManager[None]]
 
@@ -119,7 +125,9 @@ async def revoked(reader: Reader) -> AsyncIterator[None]:
 @asynccontextmanager
 async def without_permissions(reader: Reader) -> AsyncIterator[None]:
     reader.load(configuration(permissions=NOTHING))
-    await eventually(lambda: is_forbidden(reader.connection.latest_error))
+    # Long enough for the feed to find out, and for a call to go without an answer.
+    denied = f"CONSUMER.CREATE.{reader.publisher.subjects.cdc_stream}"
+    await eventually(lambda: reader.server.log_path.read_text().count(denied) > 1, 40)
     yield
     reader.load(configuration())
 
@@ -245,7 +253,7 @@ async def test_a_feed_goes_on_after_whatever_ended_its_connection(
     client = Client(reader.connection, reader.settings)
     async with client.feed(["users"], 1) as feed:
         assert ids(await read_events(feed, 2)) == [1, 2]
-        reading = asyncio.ensure_future(read_events(feed, 4, timeout=60))
+        reading = asyncio.ensure_future(read_events(feed, 4, timeout=90))
         async with trouble(reader):
             await eventually(lambda: publisher.client.is_connected)
             await publisher.insert(3, 4)
@@ -329,3 +337,66 @@ def test_the_facade_without_await_goes_on_too(
         loop.run(reader.close())
     finally:
         loop.stop()
+
+
+@pytest.fixture
+def small_shop(database: Database) -> Database:
+    database.execute("CREATE TABLE t (id int PRIMARY KEY, body text)")
+    database.execute("INSERT INTO t SELECT n, 'row ' || n FROM generate_series(1, 100) n")
+    database.publish("t")
+    return database
+
+
+def test_bridge_and_mirror_wait_for_permissions_that_were_taken_away(
+    small_shop: Database,
+    own_nats: Callable[..., NatsServer],
+    bridge_process: Callable[..., BridgeProcess],
+    mirror_process: Callable[..., MirrorProcess],
+    prefix: str,
+    tmp_path: Path,
+) -> None:
+    server = own_nats(config=accounts(prefix))
+    bridge = bridge_process(nats_url=server.url_as(BRIDGE_USER, PASSWORD))
+    replica = tmp_path / "replica.db"
+    mirror = mirror_process(
+        "t", "--into", f"sqlite:///{replica}",
+        environment={"NATS_URL": server.url_as(READER_USER, PASSWORD), **READER_ENVIRONMENT},
+    )  # fmt: skip
+    mirror.wait_logged("event=following", 60)
+    server.config = accounts(prefix).replace("{ allow: [", '{ deny: ">", allow: [')
+    server.reload()
+    small_shop.execute("INSERT INTO t VALUES (101, 'meanwhile')")
+    # The bridge has tried in vain to publish, and the mirror to read.
+    wait_until(lambda: bridge.status()["warnings"], 60, bridge.log_text)
+    denied = f"CONSUMER.CREATE.{prefix}_CDC"
+    wait_until(lambda: denied in server.log_path.read_text(), 60)
+    assert bridge.http("/health").status == 200
+    assert bridge.status()["health"] == "warning"
+    server.config = accounts(prefix)
+    server.reload()
+    small_shop.execute("INSERT INTO t VALUES (102, 'afterwards')")
+    wait_equal(small_shop.dsn, replica, "t", timeout=90, mirror=mirror)
+    bridge.wait_ready()
+    wait_until(lambda: not bridge.status()["warnings"])
+    assert bridge.log_text().count("nats disconnected") == 0
+
+
+async def test_a_lower_limit_of_messages_is_kept_after_the_reconnect(
+    small_shop: Database,
+    own_nats: Callable[..., NatsServer],
+    bridge_process: Callable[..., BridgeProcess],
+    prefix: str,
+) -> None:
+    server = own_nats(config=accounts(prefix))
+    bridge = bridge_process(nats_url=server.url_as(BRIDGE_USER, PASSWORD))
+    server.config = f"max_payload: 32768\n{accounts(prefix)}"
+    server.reload()
+    # Encoded for the limit before, it is refused with -ERR, and so it is each time.
+    small_shop.execute("UPDATE t SET body = repeat('x', 100000) WHERE id < 4")
+    wait_until(lambda: bridge.status()["cdc_events_published"] == 3, 60, bridge.log_text)
+    async with (
+        connect(server.url_as(READER_USER, PASSWORD), prefix=prefix) as client,
+        client.feed(["t"], 1) as feed,
+    ):
+        rows = [one.event.data for one in await read_events(feed, 4) if one.event.data]
+    assert [len(row["body"]) for row in rows] == [100_000] * 3
