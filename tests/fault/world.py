@@ -25,6 +25,7 @@ from tests.fault.workload import ALL, Workload
 from tests.fixtures.bridge_process import BridgeProcess, clean_environment
 from tests.fixtures.mirror import MirrorProcess
 from tests.fixtures.nats import PASSWORD, accounts
+from tests.fixtures.nats_accounts import replace_file
 from tests.fixtures.postgres import Database
 from tests.fixtures.tcp_proxy import TcpProxy
 from tests.fixtures.waiting import eventually
@@ -69,6 +70,8 @@ class World:
         self.postgres.create_database("shop")
         database = Database(self.postgres, "shop")
         self.role_dsn = database.role("LOGIN REPLICATION")
+        self.password_file = self.directory / "nats-password"
+        replace_file(self.password_file, PASSWORD)
         self.holds = self.directory / "holds"
         self.holds.mkdir()
         self.flags = _draw_flags(rng, 3 if cluster else 1)
@@ -98,14 +101,18 @@ class World:
         servers = self.cluster.servers if self.cluster else [self.nats]
         return ",".join(server.url_as(user, password) for server in servers)
 
-    @property
-    def bridge_url(self) -> str:
-        """The NATS address and login of the bridge."""
-        return self._through_proxy(self._url(BRIDGE_USER, PASSWORD))
+    def _login(self, user: str) -> dict[str, str]:
+        """The NATS address and login of bridge or mirror, whose password is in a file."""
+        servers = self.cluster.servers if self.cluster else [self.nats]
+        return {
+            "NATS_URL": self._through_proxy(",".join(server.url for server in servers)),
+            "NATS_BRIDGE_USER": user,
+            "NATS_PASSWORD_FILE": str(self.password_file),
+        }
 
     @property
     def reader_url(self) -> str:
-        """The NATS address and login of mirror, Spark and hostile readers."""
+        """The NATS address and login of Spark and hostile readers."""
         return self._through_proxy(self._url(READER_USER, PASSWORD))
 
     def _through_proxy(self, url: str) -> str:
@@ -175,8 +182,8 @@ class World:
         arguments = ["--slot", "shop", "--pub", "pub", "--port", str(port), "--prefix", PREFIX]
         environment = clean_environment(
             DATABASE_URL=self.postgres_proxy.through(self.role_dsn),
-            NATS_URL=self.bridge_url,
             TAILRACE_HOLD=str(self.holds),
+            **self._login(BRIDGE_USER),
         )
         log = self.directory / f"bridge-{self._launched}.log"
         self.bridge = BridgeProcess([*arguments, *self.flags, *extra], environment, port, log)
@@ -188,7 +195,7 @@ class World:
         self.mirror = MirrorProcess(
             "--all", "--into", f"sqlite:///{self.replica}",
             directory=self.directory, nats_url=self.reader_url, prefix=PREFIX,
-            environment={"TAILRACE_HOLD": str(self.holds)},
+            environment={"TAILRACE_HOLD": str(self.holds), **self._login(READER_USER)},
         )  # fmt: skip
 
     def kill_mirror(self) -> None:
@@ -314,8 +321,13 @@ class World:
     def admit_bridge(self, *, admitted: bool) -> None:
         """Grant or revoke the credentials of bridge and consumers; sessions end at once."""
         # With another password nobody who knows the old one is let in.
+        self.load_accounts(PASSWORD, PASSWORD if admitted else f"not-{PASSWORD}")
+
+    def load_accounts(self, text: str = "", instead: str = "") -> None:
+        """Let the server load the printed accounts, with one text in place of another."""
         config = accounts(PREFIX)
-        self.nats.config = config if admitted else config.replace(PASSWORD, f"not-{PASSWORD}")
+        assert text in config
+        self.nats.config = config.replace(text, instead) if text else config
         self.nats.reload()
 
     async def mirror_announces_gap(self) -> None:
