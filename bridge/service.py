@@ -58,6 +58,7 @@ from consumer_sdk.transport.connection import (
     is_refused,
     one_line,
 )
+from consumer_sdk.transport.holds import print_tasks_on_signal
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.transport.version import __version__
 from consumer_sdk.wire.position import format_lsn
@@ -173,6 +174,7 @@ class Service:
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(NotImplementedError):
                 loop.add_signal_handler(number, self.request_shutdown)
+        print_tasks_on_signal()
 
     async def _startup(self) -> None:
         settings = self._settings

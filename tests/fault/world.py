@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import random
+import shutil
+import signal
 import sqlite3
 import tempfile
 import time
@@ -18,9 +22,12 @@ import psycopg
 from bridge.embedded import NatsCluster, NatsServer, PostgresServer, free_port
 from bridge.embedded.guardian import children
 from bridge.preflight.permissions import BRIDGE_USER, READER_USER
+from consumer_sdk.wire.envelope import decode_payload
+from consumer_sdk.wire.errors import WireError
 from tests.fault.judge import TIMEOUT_SECONDS, Judge
 from tests.fault.lake_process import LakeProcess
 from tests.fault.scenario import Scenario, ignore
+from tests.fault.stream_reader import load_dictionaries, read_stream
 from tests.fault.workload import ALL, Workload
 from tests.fixtures.bridge_process import BridgeProcess, clean_environment
 from tests.fixtures.mirror import MirrorProcess
@@ -28,7 +35,7 @@ from tests.fixtures.nats import PASSWORD, accounts
 from tests.fixtures.nats_accounts import replace_file
 from tests.fixtures.postgres import Database
 from tests.fixtures.tcp_proxy import TcpProxy
-from tests.fixtures.waiting import eventually
+from tests.fixtures.waiting import eventually, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +48,11 @@ SETTINGS = {
     "min_wal_size": "32MB",
     "max_wal_size": "64MB",
 }
+EVIDENCE_MESSAGES = 20_000
+EVIDENCE = (
+    "source", "epoch", "operation", "lsn", "seq", "last", "schema_version", "stream_seq",
+    "instance", "before", "gap", "ts",
+)  # fmt: skip
 # Without `evolving`, whose schema changes would slow Spark down further.
 LAKE_TABLES = ("accounts", "keyed", "bulk", "ledger_0", "ledger_1")
 
@@ -234,6 +246,31 @@ class World:
             self._launched_at = time.monotonic()
             self.lake.launch()
 
+    async def keep_evidence(self, directory: Path) -> None:
+        """Save what explains a failed round: logs, where the bridge waits, the end of the stream.
+
+        Of each message only identity, position and schema version are saved.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.bridge.running:
+            await asyncio.to_thread(print_tasks, self.bridge)
+        servers = self.cluster.servers if self.cluster else [self.nats]
+        logs = [*self.directory.glob("*.log"), self.postgres.log_path]
+        for path in [*logs, *(server.log_path for server in servers)]:
+            if path.exists():
+                shutil.copy(path, directory / f"{path.parent.name}-{path.name}")
+        stream = self.scenario.subjects.cdc_stream
+        last = (await self.scenario.api(f"STREAM.INFO.{stream}"))["state"]["last_seq"]
+        messages = await read_stream(self.client, stream, max(1, last - EVIDENCE_MESSAGES))
+        dictionaries = await load_dictionaries(self.client, self.scenario.subjects, messages)
+        with (directory / "stream.jsonl").open("w") as file:
+            for one in messages:
+                found = {"sequence": one.sequence, "subject": one.subject, **one.headers}
+                with contextlib.suppress(WireError):
+                    document = decode_payload(one.headers, one.data, dictionaries)
+                    found |= {key: document[key] for key in EVIDENCE if key in document}
+                file.write(json.dumps(found, default=str) + "\n")
+
     def bridge_log(self) -> str:
         """The end of the newest bridge's log."""
         return self.bridge.log_text()[-6000:]
@@ -366,6 +403,15 @@ class World:
         if not (self.holds / "snapshot.chunk.0.reached").exists():
             return []
         return [pid for pid in children(self.bridge.pid) if _is_worker(pid)]
+
+
+def print_tasks(bridge: BridgeProcess) -> str:
+    """Let a running bridge print where each of its tasks waits; returns the end of its log."""
+    before = bridge.log_text().count("tasks printed")
+    os.kill(bridge.pid, signal.SIGUSR1)
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: bridge.log_text().count("tasks printed") > before, 10)
+    return bridge.log_text()[-20_000:]
 
 
 def _is_worker(pid: int) -> bool:
