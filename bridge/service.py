@@ -51,19 +51,20 @@ from bridge.telemetry.stats import ENDED_STATES, BridgeStats, State
 from bridge.telemetry.wal_monitor import WalLimits, WalMonitor
 from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.calls import ApiCall, bridge_calls
-from consumer_sdk.transport.cancellation import errors_of
+from consumer_sdk.transport.cancellation import errors_of, restarted
 from consumer_sdk.transport.connection import (
     explain_refusal,
     is_forbidden,
     is_refused,
     one_line,
 )
+from consumer_sdk.transport.holds import print_tasks_on_signal
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.transport.version import __version__
 from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
 
     from bridge.config import Settings
     from bridge.streaming import Streaming
@@ -173,6 +174,7 @@ class Service:
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(NotImplementedError):
                 loop.add_signal_handler(number, self.request_shutdown)
+        print_tasks_on_signal()
 
     async def _startup(self) -> None:
         settings = self._settings
@@ -187,7 +189,8 @@ class Service:
         )
         await http.start()
         self._stack.push_async_callback(http.stop)
-        self._in_background(MetricsLine().run(self.stats, settings.metrics_interval))
+        metrics = MetricsLine()
+        self._in_background(lambda: metrics.run(self.stats, settings.metrics_interval))
         monitor = WalMonitor(
             self._conninfo,
             settings.slot,
@@ -195,11 +198,11 @@ class Service:
             WalLimits(settings.wal_warning, settings.wal_critical),
             interval=settings.wal_check_interval,
         )
-        self._in_background(monitor.run())
+        self._in_background(monitor.run)
         await self._connect_nats()
 
-    def _in_background(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
+        task = asyncio.ensure_future(restarted(work))
 
         async def end() -> None:
             task.cancel()
@@ -292,6 +295,7 @@ class Service:
                 if self._settings.on_gap != "new-epoch":
                     raise
                 self._start_facts.gap = str(error)
+                self._start_facts.gap_epoch = self.stats.epoch
             except TRANSIENT as error:
                 if self._denied is not None and not self._session_count:
                     raise BrokerError(

@@ -33,7 +33,7 @@ from bridge.publish.publisher import Limits, Publisher
 from bridge.publish.reader import WalReader
 from bridge.publish.resume_point import ResumePoint
 from bridge.publish.ring import Ring
-from bridge.schemas.coverage_watch import CoverageStore, CoverageWatch
+from bridge.schemas.coverage_watch import CoverageStore, CoverageWatch, SavedCoverage
 from bridge.schemas.registry import SchemaRegistry
 from bridge.schemas.store import SchemaStore
 from bridge.schemas.tables import PublishedTables
@@ -209,13 +209,15 @@ class _Opening:
         known = await coverage_store.load()
         if known is None:
             # A new epoch needs no comparison: its snapshots show what is covered now.
-            known = await read_coverage(publication)
+            known = SavedCoverage(await read_coverage(publication))
         registry = SchemaRegistry(
             source=source,
             catalog=self._catalog,
             stored=stored_schemas,
             announced=point.record.schemas,
-            floors={token: one.schema_version for token, one in known.items() if one.is_gone},
+            floors={
+                token: one.schema_version for token, one in known.tables.items() if one.is_gone
+            },
         )
         tables = PublishedTables(
             catalog=self._catalog,
@@ -246,7 +248,7 @@ class _Opening:
             preparation=Preparation(
                 registry=registry,
                 schemas=self._schemas,
-                objects=ObjectWriter(broker.objects),
+                objects=ObjectWriter(broker.objects, broker.client),
                 source=source,
                 outage=outage,
             ),

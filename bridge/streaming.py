@@ -14,6 +14,7 @@ from bridge.jetstream.streams import stream_state
 from bridge.postgres.errors import ReplicationRefused
 from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.cancellation import errors_of, stay_cancelled
+from consumer_sdk.transport.holds import hold_async
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.position import format_lsn
 
@@ -87,6 +88,8 @@ class Streaming:
             pipeline.connection.kept_alive(self._settings.status_interval),
         ):
             await pipeline.publisher.announce(point.known_lsn, point.server.flushed_lsn, point.gap)
+            if point.gap is not None:
+                await hold_async("new-epoch-announced")
             # Also a start that fails half-way has begun something to be ended.
             self._resources.push_async_callback(pipeline.snapshots.stop)
             await pipeline.snapshots.start()
@@ -116,8 +119,9 @@ class Streaming:
                             pipeline.connection, lambda: reader.silent_seconds
                         )
                     ),
-                    group.create_task(self._broker.watch_buckets()),
+                    group.create_task(self._broker.watch()),
                     group.create_task(self._watch_size(interval)),
+                    group.create_task(pipeline.snapshots.watch()),
                 ]
                 publishing = group.create_task(publisher.run())
                 await group.create_task(reader.run())

@@ -48,12 +48,17 @@ class Broker:
     objects: ObjectStore
     dictionaries: KeyValue
 
-    async def watch_buckets(self) -> None:
-        """Raise Retryable when a bucket was deleted; the next session creates and fills it."""
-        names = self.subjects
+    async def watch(self) -> None:
+        """Raise Retryable when a bucket was deleted, or the server takes only smaller messages.
+
+        The next session creates and fills the bucket, and encodes the messages again.
+        """
+        names, limit = self.subjects, self.client.max_payload
         while True:
             await stay_cancelled()
             await asyncio.sleep(BUCKET_POLL_SECONDS)
+            if self.client.max_payload < limit:
+                raise Retryable(f"max_payload of NATS was lowered to {self.client.max_payload}")
             for name in (names.schemas_bucket, names.bridge_bucket, names.dicts_bucket):
                 try:
                     found = await stream_state(self.client, f"KV_{name}")

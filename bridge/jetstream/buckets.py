@@ -8,17 +8,20 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 import nats.errors
+from nats.js.api import ObjectMeta, ObjectMetaOptions
 from nats.js.errors import NotFoundError, ObjectNotFoundError, ServiceUnavailableError
 
 from bridge.errors import BrokerError, Retryable
 
 if TYPE_CHECKING:
+    from nats.aio.client import Client
     from nats.js.client import JetStreamContext
     from nats.js.kv import KeyValue
     from nats.js.object_store import ObjectStore
 
     from bridge.config import Settings
 
+PIECE_BYTES: Final = 128 * 1024
 NEW_SECONDS: Final = 3600.0
 """An object is kept a day longer than its message. An older object is stored again, because it
 would expire before a new message that refers to it."""
@@ -62,8 +65,9 @@ async def ensure_objects(js: JetStreamContext, bucket: str, settings: Settings) 
 class ObjectWriter:
     """Stores rows too wide for a message, named by message id; storing one again is harmless."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, client: Client) -> None:
         self._store = store
+        self._client = client
 
     async def put(self, name: str, content: bytes) -> None:
         """Store the content, unless an equal object that is new enough exists already."""
@@ -75,7 +79,10 @@ class ObjectWriter:
                 return
         except ObjectNotFoundError:
             pass
-        await self._store.put(name, content)
+        # The default size of a piece can exceed the server's max_payload.
+        size = min(PIECE_BYTES, self._client.max_payload // 2)
+        meta = ObjectMeta(name=name, options=ObjectMetaOptions(max_chunk_size=size))
+        await self._store.put(name, content, meta)
 
 
 def _is_new(stored_at: str | None) -> bool:

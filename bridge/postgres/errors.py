@@ -38,8 +38,8 @@ _REMEDIES = {
     TLS_REFUSED: "check PGSSLMODE, PGSSLROOTCERT, PGSSLCERT and PGSSLKEY, or DATABASE_URL",
 }
 
-# libpq has no SQLSTATE for a refused connection, only PQerrorMessage. A message in another language
-# is not recognised here, and the connection is tried again.
+# libpq has no SQLSTATE for a refused connection, only PQerrorMessage. For a message in another
+# language, `refusal_code` finds it out.
 _REFUSED_CONNECTIONS = (
     # Also `PAM authentication failed`, with which RDS refuses a token.
     (("authentication failed",), INVALID_PASSWORD),

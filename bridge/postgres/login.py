@@ -1,20 +1,27 @@
-"""Opens connections with the password of the moment, and says which certificate was refused.
+"""Opens connections with the password of the moment, and says why one was refused.
 
-libpq reports an expired certificate and an unknown CA with the same words.
+libpq gives no SQLSTATE for a refused connection, and the text is in the server's language. It
+reports an expired certificate and an unknown CA with the same words.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import select
 import socket
 import ssl
 import struct
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
+from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from bridge.postgres.errors import INVALID_PASSWORD, sqlstate_of
 from consumer_sdk.transport.cancellation import stay_cancelled
@@ -25,6 +32,9 @@ from consumer_sdk.transport.passwords import PasswordSource, PasswordUnavailable
 SSL_REQUEST: Final = struct.pack("!ii", 8, 80877103)
 ANSWER_SECONDS: Final = 5.0
 ROOT_FILE: Final = "~/.postgresql/root.crt"
+TRACED_VERSION: Final = 170000
+"""Since this version libpq's trace contains the messages of a login."""
+_REFUSAL: Final = re.compile(rb'\tErrorResponse\t S ".*?" V "[A-Z]+" C "([0-9A-Z]{5})"')
 
 
 class Conninfo(str):
@@ -51,6 +61,7 @@ async def log_in(conninfo: str, **parameters: Any) -> psycopg.AsyncConnection[tu
             return await psycopg.AsyncConnection.connect(conninfo, password=password, **parameters)
         except psycopg.OperationalError as error:
             await stay_cancelled()
+            await asyncio.to_thread(_add_sqlstate, error, conninfo, password)
             if sqlstate_of(error) != INVALID_PASSWORD:
                 raise
             source.refuse(password)
@@ -60,6 +71,8 @@ async def log_in(conninfo: str, **parameters: Any) -> psycopg.AsyncConnection[tu
         return await psycopg.AsyncConnection.connect(conninfo, password=newer, **parameters)
     except psycopg.OperationalError as error:
         await stay_cancelled()
+        if not (isinstance(conninfo, Conninfo) and conninfo.password.changes):
+            await asyncio.to_thread(_add_sqlstate, error, conninfo)
         raise await asyncio.to_thread(_explained, error, conninfo) from error
 
 
@@ -72,6 +85,7 @@ def log_in_blocking(conninfo: str, **parameters: Any) -> psycopg.Connection[Any]
     try:
         return psycopg.connect(conninfo, password=password, **parameters)
     except psycopg.OperationalError as error:
+        _add_sqlstate(error, conninfo, password)
         if sqlstate_of(error) != INVALID_PASSWORD:
             raise
         source.refuse(password)
@@ -90,6 +104,43 @@ def _read_blocking(source: PasswordSource) -> str:
         return source.read()
     except PasswordUnavailable as error:
         raise psycopg.errors.InvalidPassword(str(error)) from error
+
+
+def _add_sqlstate(error: psycopg.OperationalError, conninfo: str, password: str = "") -> None:
+    """Ask the server once more for the code of a refusal whose words are not known."""
+    if not sqlstate_of(error):
+        error.sqlstate = refusal_code(conninfo, password) or error.sqlstate
+
+
+def refusal_code(conninfo: str, password: str = "") -> str | None:
+    """The SQLSTATE with which the server refuses the login; None if it does not, or not in time.
+
+    Only libpq's trace shows it. The trace stays in memory, because it contains the login.
+    """
+    if sys.platform != "linux" or pq.version() < TRACED_VERSION:
+        return None
+    own = {"password": password} if password else {}
+    deadline = time.monotonic() + ANSWER_SECONDS
+    with os.fdopen(os.memfd_create("libpq"), "rb") as trace:
+        connection = pq.PGconn.connect_start(make_conninfo(conninfo, **own).encode())
+        try:
+            if connection.status == pq.ConnStatus.BAD:
+                return None
+            connection.trace(trace.fileno())
+            ended = (pq.PollingStatus.OK, pq.PollingStatus.FAILED)
+            while (status := connection.connect_poll()) not in ended:
+                reads = [connection.socket] if status == pq.PollingStatus.READING else []
+                writes = [] if reads else [connection.socket]
+                if not any(select.select(reads, writes, [], deadline - time.monotonic())):
+                    return None
+            connection.untrace()
+        except (psycopg.Error, OSError, ValueError):
+            return None
+        finally:
+            connection.finish()
+        trace.seek(0)
+        codes = _REFUSAL.findall(trace.read())
+    return codes[-1].decode() if codes else None
 
 
 def _explained(error: psycopg.OperationalError, conninfo: str) -> psycopg.OperationalError:

@@ -70,7 +70,14 @@ class EventCompressor:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._training.add(task)
-        task.add_done_callback(self._training.discard)
+        task.add_done_callback(self._end_training)
+
+    def _end_training(self, task: asyncio.Task[None]) -> None:
+        self._training.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Without a dictionary, rows only take more room.
+            reason = f"{type(error).__name__}: {error}"
+            event(log, "dictionary not trained", level=logging.WARNING, reason=reason)
 
     async def _adopt(self, token: str, state: _TableState) -> None:
         """Use the dictionary that an earlier run trained."""

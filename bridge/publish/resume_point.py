@@ -39,6 +39,8 @@ class StartFacts:
 
     gap: str | None = None
     """Why continuity is lost, if reading the log has shown it."""
+    gap_epoch: int = 0
+    """The epoch that this gap ends; once the stream holds a later one, the gap is announced."""
     slot_created_at: int | None = None
     """The position of the slot if this bridge created it."""
 
@@ -90,7 +92,8 @@ class ResumePoint:
         except BaseException:
             await stream.close()
             raise
-        if facts.gap is not None and continuity.gap is None:
+        is_announced = record.epoch > facts.gap_epoch
+        if facts.gap is not None and not is_announced and continuity.gap is None:
             continuity = Continuity(Resume(), gap=facts.gap)
         return cls(server, slot_lsn, facts.slot_created_at, stream, record, continuity)
 

@@ -29,6 +29,7 @@ from bridge.telemetry.connections import (
 )
 from bridge.telemetry.metrics import registry_for, render
 from bridge.telemetry.status import History, is_alive, status_document
+from consumer_sdk.transport.cancellation import restarted
 from consumer_sdk.transport.logfmt import event
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ class HttpServer:
         # A name such as localhost may stand for any address.
         self._local = all(is_loopback(name[0]) for name in names)
         self._tasks = [
-            asyncio.create_task(self._history.run(), name="status-history"),
-            asyncio.create_task(self._close_overdue(), name="http-deadlines"),
+            asyncio.create_task(restarted(self._history.run), name="status-history"),
+            asyncio.create_task(restarted(self._close_overdue), name="http-deadlines"),
         ]
         self._log_listening()
 

@@ -1,9 +1,17 @@
-"""Cancellations that libraries drop, and the errors of task groups."""
+"""Cancellations that libraries drop, tasks that nobody awaits, and the errors of task groups."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+import logging
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+logger = logging.getLogger(__name__)
+
+RESTART_SECONDS: Final = 5.0
 
 Result = TypeVar("Result")
 
@@ -30,6 +38,17 @@ async def uninterrupted(work: asyncio.Future[Result]) -> Result:
     except asyncio.CancelledError:
         await asyncio.wait({work})
         raise
+
+
+async def restarted(work: Callable[[], Awaitable[None]]) -> NoReturn:
+    """Begin `work` again whenever it ends or raises, and log that: nobody awaits its task."""
+    while True:
+        await stay_cancelled()
+        try:
+            await work()
+        except Exception:
+            logger.exception("a background task failed and is started again")
+        await asyncio.sleep(RESTART_SECONDS)
 
 
 def errors_of(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

@@ -7,6 +7,7 @@ import base64
 import binascii
 import json
 import logging
+import re
 import ssl
 import time
 from contextlib import suppress
@@ -17,7 +18,7 @@ import nats.errors
 from nats.aio.client import Client as NatsClient
 
 from consumer_sdk.errors import AccessDenied, NotAvailable
-from consumer_sdk.transport.api import call_api, parse_headers
+from consumer_sdk.transport.api import ApiError, call_api, parse_headers
 from consumer_sdk.transport.calls import API, ApiCall
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.frame_parser import FrameParser, PacedParser
@@ -43,8 +44,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# With these the server keeps the connection open.
-_HARMLESS: Final = ("permissions violation", "stale connection", "invalid subject")
+# The protocol reports a violation only as text, in which nats-py lowers the case.
+_DENIED_SUBSCRIPTION: Final = re.compile(r'permissions violation for subscription to "([^"]+)"')
+_LONGEST_RESTORE_SECONDS: Final = 10.0
 _CONTROL = b"NATS/1.0 100"
 _STALLED = "Nats-Consumer-Stalled"
 # Between accounts, the server replaces the subject by one of its own.
@@ -89,10 +91,20 @@ class NatsConnection(NatsClient):
         self._user_jwt = ""
         self._seed = ""
         self._is_refusal_logged = False
+        self._is_ending = False
+        """Whether our own code has closed the client."""
+        self._permitted: set[tuple[str, ...]] = set()
+        """Which calls of JetStream's API, on which streams, have been answered."""
+        self._denied: set[str] = set()
+        """Subjects, in lower case, that the server does not let the client subscribe to."""
+        self._denied_again: set[str] = set()
+        """Those of them that it has denied since they were last repeated."""
+        self._restoring: asyncio.Task[None] | None = None
 
     async def connect(self, *arguments: Any, **options: Any) -> None:
         """Connect as nats-py does; `login` says where password, keys and certificates are."""
         self._login = options.pop("login", None)
+        self._is_ending = False
         await super().connect(*arguments, **options)
 
     def _setup_nkeys_connect(self) -> None:
@@ -176,15 +188,111 @@ class NatsConnection(NatsClient):
 
     async def _process_err(self, err_msg: str) -> None:
         # nats-py closes the client for good, also when only the credentials must be read again.
-        text = err_msg.strip().strip("'")
-        is_harmless = any(words in text.lower() for words in _HARMLESS)
-        if is_harmless or not self.options.get("allow_reconnect"):
+        if not self.options.get("allow_reconnect"):
             await super()._process_err(err_msg)
             return
+        text = err_msg.strip().strip("'")
         error = nats.errors.Error(f"nats: {text}")
+        if is_forbidden(error):
+            # Only after this error the server keeps the connection.
+            denied = _DENIED_SUBSCRIPTION.search(text)
+            if denied is None or self._note_denied(denied[1]):
+                self._err = error
+                await self._error_cb(error)
+            return
         self._err = error
         await self._error_cb(error)
         await self._process_op_err(error)
+
+    # whatever ends the connection, another one follows
+
+    async def _attempt_reconnect(self) -> None:
+        while not self._is_ending:
+            try:
+                await super()._attempt_reconnect()
+            except Exception as error:
+                # This task would end, and nobody would connect again.
+                logger.exception("reconnecting failed")
+                self._err = error
+                self._status = NatsClient.RECONNECTING
+                await asyncio.sleep(self.options["reconnect_time_wait"])
+            else:
+                break
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        # nats-py closes the client by itself after errors that it takes for final.
+        is_lasting = self.options.get("allow_reconnect") and status == NatsClient.CLOSED
+        if self._is_ending or self.is_draining or not is_lasting:
+            await super()._close(status, do_cbs)
+        elif self.is_connected:
+            await self._process_op_err(self._err or nats.errors.ConnectionClosedError())
+        elif not self.is_reconnecting:
+            await super()._close(status, do_cbs)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _read_loop(self) -> None:
+        await super()._read_loop()
+        await self._replace_if_idle(self._reading_task)
+
+    async def _flusher(self) -> None:
+        await super()._flusher()
+        await self._replace_if_idle(self._flusher_task)
+
+    async def _ping_interval(self) -> None:
+        try:
+            await super()._ping_interval()
+        except (OSError, nats.errors.Error) as error:
+            logger.debug("ping failed", extra={"error": str(error)})
+        await self._replace_if_idle(self._ping_interval_task)
+
+    async def _replace_if_idle(self, ended: asyncio.Task[None] | None) -> None:
+        """Reconnect if a task of the open connection has ended, which nats-py does not notice."""
+        current = asyncio.current_task()
+        if current is None or current is not ended or current.cancelling():
+            return
+        if self.is_connected and not self._is_ending:
+            await self._process_op_err(nats.errors.Error("nats: the connection was given up"))
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            # The flush that waited for it was given up; nats-py would stop reading.
+            self._pongs.pop(0)
+            self._pongs_received += 1
+            self._pings_outstanding = 0
+            return
+        await super()._process_pong()
+
+    def _note_denied(self, subject: str) -> bool:
+        """Subscribe again until the server permits it; returns whether the denial is a new one."""
+        self._denied_again.add(subject)
+        is_new = subject not in self._denied
+        self._denied.add(subject)
+        if self._restoring is None or self._restoring.done():
+            self._restoring = asyncio.get_running_loop().create_task(self._restore_subscriptions())
+        return is_new
+
+    async def _restore_subscriptions(self) -> None:
+        """Repeat what the server has denied: permissions that were taken away may come back."""
+        pause = float(self.options["reconnect_time_wait"])
+        while self._denied and not self._is_ending:
+            await stay_cancelled()
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LONGEST_RESTORE_SECONDS)
+            if not self.is_connected:
+                continue
+            self._denied_again = set()
+            try:
+                for subscription in tuple(self._subs.values()):
+                    if subscription.subject.lower() in self._denied:
+                        # The server ignores a subscription that it has already.
+                        await self._send_subscribe(subscription)
+                # The server denies them again before it answers this.
+                await self.flush()
+            except (nats.errors.Error, OSError):
+                continue
+            self._denied = self._denied_again
 
     def _setup_server_pool(self, connect_url: list[str]) -> None:
         super()._setup_server_pool(connect_url)
@@ -225,6 +333,12 @@ class NatsConnection(NatsClient):
 
     async def close(self) -> None:
         """Close for good, even if the connection is lost during the call; idempotent."""
+        self._is_ending = True
+        if self._restoring is not None:
+            self._restoring.cancel()
+        if self._flush_queue is None:
+            # It was never connected, where nats-py fails.
+            return
         try:
             await super().close()
         except OSError:
@@ -295,16 +409,26 @@ class NatsConnection(NatsClient):
         *,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Call JetStream's API; ApiError if it refuses, NotAvailable if it does not answer."""
+        """Call JetStream's API; ApiError if it refuses, NotAvailable if it does not answer.
+
+        AccessDenied if the account may not make such a call; NotAvailable if it could before.
+        """
         error_before = self.latest_error
+        kind = tuple(subject.split(".")[:3])
         try:
-            return await call_api(self, subject, body, timeout=timeout)
+            answer = await call_api(self, subject, body, timeout=timeout)
+        except ApiError:
+            self._permitted.add(kind)
+            raise
         except nats.errors.NoRespondersError as error:
             raise NoJetStream from error
         except (nats.errors.Error, OSError, TimeoutError) as error:
             if self.latest_error is not error_before and is_forbidden(self.latest_error):
-                raise AccessDenied(f"NATS refuses: {one_line(self.latest_error)}") from error
+                denial = NotAvailable if kind in self._permitted else AccessDenied
+                raise denial(f"NATS refuses: {one_line(self.latest_error)}") from error
             raise NotAvailable(f"NATS does not answer: {self.explain(error)}") from error
+        self._permitted.add(kind)
+        return answer
 
     async def discard_consumer(self, stream: str, name: str) -> None:
         """Delete a consumer without waiting; if this fails, the server deletes it later."""
@@ -373,7 +497,7 @@ def explain_refusal(error: Exception, login: ConnectionOptions) -> str:
             )
         return (
             f"NATS at {login.hosts} refuses the credentials ({said}): the user in {login.creds} "
-            "is revoked or of an unknown account; issue new ones there"
+            "is revoked, or of an unknown account or an expired one; issue new ones there"
         )
     if login.nkey:
         return (

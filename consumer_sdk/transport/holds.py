@@ -3,7 +3,7 @@
 `TAILRACE_HOLD` names a directory. A point acts only if the test has put a file there:
 `{point}.hold` makes it wait until the file is gone, `{point}.kill` ends the process as SIGKILL
 does. A point that acts first creates `{point}.reached`. Without the variable, a point costs one
-comparison.
+comparison. With it, SIGUSR1 makes a bridge print where each of its tasks waits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Final
@@ -31,6 +32,19 @@ async def hold_async(point: str) -> None:
     if _reach(point):
         while _is_held(point):  # noqa: ASYNC110 - a file has no event to await
             await asyncio.sleep(_POLL_SECONDS)
+
+
+def print_tasks_on_signal() -> None:
+    """Under test, print the stack of every task of this event loop after SIGUSR1."""
+    if _DIRECTORY is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _print_tasks)
+
+
+def _print_tasks() -> None:
+    tasks = asyncio.all_tasks()
+    for task in tasks:
+        task.print_stack(limit=6, file=sys.stderr)
+    print(f"{len(tasks)} tasks printed", file=sys.stderr, flush=True)
 
 
 def _reach(point: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from consumer_sdk.errors import GapError, NotAvailable
+from consumer_sdk.errors import AccessDenied, GapError, NotAvailable
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import format_table_name
 from spark_consumer.errors import LakeConflictError
@@ -114,7 +114,8 @@ class SparkJob:
                     if not self._settings.rebootstrap:
                         raise
                     event(logger, "gap", level=logging.WARNING, reason=str(gap))
-                except NotAvailable as error:
+                except (NotAvailable, AccessDenied) as error:
+                    # Credentials that worked may be renewed, or a user revoked for a while.
                     if self._settings.once or not self._applied_any:
                         raise
                     event(logger, "waiting", level=logging.WARNING, reason=str(error))

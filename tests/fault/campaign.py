@@ -78,6 +78,12 @@ class Campaign:
         except Exception:  # noqa: BLE001 - any error is a result
             problem = traceback.format_exc()
             print(f"{problem}\n{world.bridge_log()}", flush=True)
+            kept = self._results.evidence / f"{self._seed}-{time.time_ns():x}"
+            try:
+                await world.keep_evidence(kept)
+            except Exception:  # noqa: BLE001 - the failure itself must still be recorded
+                traceback.print_exc()
+            print(f"evidence: {kept}", flush=True)
             if len(done) < len(drawn):
                 done.append((drawn[len(done)].name, 0.0))
         self._results.append(

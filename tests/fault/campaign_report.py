@@ -35,6 +35,8 @@ class Results:
 
     def __init__(self, path: Path, commit: str) -> None:
         self._path = path
+        self.evidence = path.parent / "artifacts"
+        """Where the logs of failed rounds are kept."""
         self._commit = commit
 
     def append(self, entry: Round) -> None:

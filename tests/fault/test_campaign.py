@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from tests.fault.campaign import applicable, draw, run_world
 from tests.fault.campaign_report import Results, Round
 from tests.fault.judge import INVARIANTS
 from tests.fault.scenario import chosen_seed
+from tests.fault.world import World
 
 # The faults that take only seconds; other tests cover the slow ones.
 QUICK = ("bridge", "mirror", "network", "postgres", "nats")
@@ -23,6 +25,20 @@ def test_every_invariant_holds_through_a_handful_of_faults(tmp_path):
     (entry,) = results.rounds()
     assert entry["invariants"] == [name for name in INVARIANTS if "Delta" not in name]
     assert "5 faults, 1 rounds, 0 of them failed" in results.table()
+
+
+async def test_a_failed_round_leaves_what_explains_it(tmp_path):
+    async with World(chosen_seed(), mirror=False) as world:
+        await world.until_growing(50)
+        await world.keep_evidence(tmp_path / "kept")
+    logs = {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()}
+    (bridge,) = (text for name, text in logs.items() if name.endswith("bridge-1.log"))
+    assert "in report" in bridge
+    assert "tasks printed" in bridge
+    stream = [json.loads(line) for line in logs["stream.jsonl"].splitlines()]
+    assert {"sequence", "subject", "Nats-Msg-Id", "epoch", "lsn"} <= set(stream[-1])
+    assert any("schema_version" in one for one in stream)
+    assert not any("data" in one for one in stream)
 
 
 def test_the_same_seed_draws_the_same_faults():

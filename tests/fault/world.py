@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import random
+import shutil
+import signal
 import sqlite3
 import tempfile
 import time
@@ -18,16 +22,20 @@ import psycopg
 from bridge.embedded import NatsCluster, NatsServer, PostgresServer, free_port
 from bridge.embedded.guardian import children
 from bridge.preflight.permissions import BRIDGE_USER, READER_USER
+from consumer_sdk.wire.envelope import decode_payload
+from consumer_sdk.wire.errors import WireError
 from tests.fault.judge import TIMEOUT_SECONDS, Judge
 from tests.fault.lake_process import LakeProcess
 from tests.fault.scenario import Scenario, ignore
+from tests.fault.stream_reader import load_dictionaries, read_stream
 from tests.fault.workload import ALL, Workload
 from tests.fixtures.bridge_process import BridgeProcess, clean_environment
 from tests.fixtures.mirror import MirrorProcess
 from tests.fixtures.nats import PASSWORD, accounts
+from tests.fixtures.nats_accounts import replace_file
 from tests.fixtures.postgres import Database
 from tests.fixtures.tcp_proxy import TcpProxy
-from tests.fixtures.waiting import eventually
+from tests.fixtures.waiting import eventually, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +48,11 @@ SETTINGS = {
     "min_wal_size": "32MB",
     "max_wal_size": "64MB",
 }
+EVIDENCE_MESSAGES = 20_000
+EVIDENCE = (
+    "source", "epoch", "operation", "lsn", "seq", "last", "schema_version", "stream_seq",
+    "instance", "before", "gap", "ts",
+)  # fmt: skip
 # Without `evolving`, whose schema changes would slow Spark down further.
 LAKE_TABLES = ("accounts", "keyed", "bulk", "ledger_0", "ledger_1")
 
@@ -69,6 +82,8 @@ class World:
         self.postgres.create_database("shop")
         database = Database(self.postgres, "shop")
         self.role_dsn = database.role("LOGIN REPLICATION")
+        self.password_file = self.directory / "nats-password"
+        replace_file(self.password_file, PASSWORD)
         self.holds = self.directory / "holds"
         self.holds.mkdir()
         self.flags = _draw_flags(rng, 3 if cluster else 1)
@@ -98,14 +113,18 @@ class World:
         servers = self.cluster.servers if self.cluster else [self.nats]
         return ",".join(server.url_as(user, password) for server in servers)
 
-    @property
-    def bridge_url(self) -> str:
-        """The NATS address and login of the bridge."""
-        return self._through_proxy(self._url(BRIDGE_USER, PASSWORD))
+    def _login(self, user: str) -> dict[str, str]:
+        """The NATS address and login of bridge or mirror, whose password is in a file."""
+        servers = self.cluster.servers if self.cluster else [self.nats]
+        return {
+            "NATS_URL": self._through_proxy(",".join(server.url for server in servers)),
+            "NATS_BRIDGE_USER": user,
+            "NATS_PASSWORD_FILE": str(self.password_file),
+        }
 
     @property
     def reader_url(self) -> str:
-        """The NATS address and login of mirror, Spark and hostile readers."""
+        """The NATS address and login of Spark and hostile readers."""
         return self._through_proxy(self._url(READER_USER, PASSWORD))
 
     def _through_proxy(self, url: str) -> str:
@@ -175,8 +194,8 @@ class World:
         arguments = ["--slot", "shop", "--pub", "pub", "--port", str(port), "--prefix", PREFIX]
         environment = clean_environment(
             DATABASE_URL=self.postgres_proxy.through(self.role_dsn),
-            NATS_URL=self.bridge_url,
             TAILRACE_HOLD=str(self.holds),
+            **self._login(BRIDGE_USER),
         )
         log = self.directory / f"bridge-{self._launched}.log"
         self.bridge = BridgeProcess([*arguments, *self.flags, *extra], environment, port, log)
@@ -188,7 +207,7 @@ class World:
         self.mirror = MirrorProcess(
             "--all", "--into", f"sqlite:///{self.replica}",
             directory=self.directory, nats_url=self.reader_url, prefix=PREFIX,
-            environment={"TAILRACE_HOLD": str(self.holds)},
+            environment={"TAILRACE_HOLD": str(self.holds), **self._login(READER_USER)},
         )  # fmt: skip
 
     def kill_mirror(self) -> None:
@@ -226,6 +245,31 @@ class World:
         if "spark" in self.features and not self.lake.running:
             self._launched_at = time.monotonic()
             self.lake.launch()
+
+    async def keep_evidence(self, directory: Path) -> None:
+        """Save what explains a failed round: logs, where the bridge waits, the end of the stream.
+
+        Of each message only identity, position and schema version are saved.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.bridge.running:
+            await asyncio.to_thread(print_tasks, self.bridge)
+        servers = self.cluster.servers if self.cluster else [self.nats]
+        logs = [*self.directory.glob("*.log"), self.postgres.log_path]
+        for path in [*logs, *(server.log_path for server in servers)]:
+            if path.exists():
+                shutil.copy(path, directory / f"{path.parent.name}-{path.name}")
+        stream = self.scenario.subjects.cdc_stream
+        last = (await self.scenario.api(f"STREAM.INFO.{stream}"))["state"]["last_seq"]
+        messages = await read_stream(self.client, stream, max(1, last - EVIDENCE_MESSAGES))
+        dictionaries = await load_dictionaries(self.client, self.scenario.subjects, messages)
+        with (directory / "stream.jsonl").open("w") as file:
+            for one in messages:
+                found = {"sequence": one.sequence, "subject": one.subject, **one.headers}
+                with contextlib.suppress(WireError):
+                    document = decode_payload(one.headers, one.data, dictionaries)
+                    found |= {key: document[key] for key in EVIDENCE if key in document}
+                file.write(json.dumps(found, default=str) + "\n")
 
     def bridge_log(self) -> str:
         """The end of the newest bridge's log."""
@@ -314,8 +358,13 @@ class World:
     def admit_bridge(self, *, admitted: bool) -> None:
         """Grant or revoke the credentials of bridge and consumers; sessions end at once."""
         # With another password nobody who knows the old one is let in.
+        self.load_accounts(PASSWORD, PASSWORD if admitted else f"not-{PASSWORD}")
+
+    def load_accounts(self, text: str = "", instead: str = "") -> None:
+        """Let the server load the printed accounts, with one text in place of another."""
         config = accounts(PREFIX)
-        self.nats.config = config if admitted else config.replace(PASSWORD, f"not-{PASSWORD}")
+        assert text in config
+        self.nats.config = config.replace(text, instead) if text else config
         self.nats.reload()
 
     async def mirror_announces_gap(self) -> None:
@@ -354,6 +403,15 @@ class World:
         if not (self.holds / "snapshot.chunk.0.reached").exists():
             return []
         return [pid for pid in children(self.bridge.pid) if _is_worker(pid)]
+
+
+def print_tasks(bridge: BridgeProcess) -> str:
+    """Let a running bridge print where each of its tasks waits; returns the end of its log."""
+    before = bridge.log_text().count("tasks printed")
+    os.kill(bridge.pid, signal.SIGUSR1)
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: bridge.log_text().count("tasks printed") > before, 10)
+    return bridge.log_text()[-20_000:]
 
 
 def _is_worker(pid: int) -> bool:

@@ -21,7 +21,7 @@ async def test_an_object_from_long_ago_is_stored_anew(
     monkeypatch.setattr(buckets, "NEW_SECONDS", 1.0)
     js = nats_client.jetstream()
     store = await js.create_object_store(f"{prefix}_objects", ttl=LIFETIME_SECONDS)
-    writer = ObjectWriter(store)
+    writer = ObjectWriter(store, nats_client)
     await writer.put("row", b"content")
     first = await store.get_info("row")
     await writer.put("row", b"content")

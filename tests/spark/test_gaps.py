@@ -1,13 +1,15 @@
-"""What must stop the job, with the table left as it is."""
+"""What must stop the job, with the table left as it is, and what it must only wait for."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from deltalake import DeltaTable
 
+from bridge.preflight.permissions import READER_USER
 from consumer_sdk.errors import CorruptData, GapError
 from consumer_sdk.wire.subjects import Subjects
 from spark_consumer.errors import LakeError, LakeOptionsError, UnsuitableTableError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from bridge.embedded import NatsServer
     from tests.fixtures.bridge_process import BridgeProcess
+    from tests.fixtures.nats import SharedNats
     from tests.fixtures.postgres import Database
     from tests.spark.conftest import Jobs
 
@@ -124,6 +127,29 @@ def test_a_new_epoch_in_a_running_query_rebuilds_the_table(
         bridge_process("--on-gap", "new-epoch")
         database.execute("INSERT INTO users VALUES (200, 'new epoch')")
         wait_until(lambda: _same(database, jobs), 300, "rebuilt")
+
+
+def test_a_job_whose_user_is_revoked_goes_on_when_it_is_restored(
+    users: BridgeProcess,
+    database: Database,
+    jobs: Jobs,
+    nats_server: SharedNats,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = nats_server.config
+    with caplog.at_level(logging.WARNING), jobs.following("users"):
+        wait_until(lambda: _same(database, jobs), 300, "caught up")
+        database.execute("INSERT INTO users VALUES (300, 'a batch')")
+        wait_until(lambda: _same(database, jobs), 300, "caught up")
+        nats_server.config = config.replace(f"user: {READER_USER}\n", "user: nobody\n")
+        nats_server.reload()
+        database.execute("INSERT INTO users VALUES (301, 'meanwhile')")
+        # Driver and executors have failed, and the job has begun to wait.
+        wait_until(lambda: "waiting" in {one.getMessage() for one in caplog.records}, 300)
+        nats_server.config = config
+        nats_server.reload()
+        wait_until(lambda: _same(database, jobs), 300, "applied after all")
+    assert users.running
 
 
 def _same(database: Database, jobs: Jobs) -> bool:

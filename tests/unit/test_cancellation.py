@@ -1,4 +1,4 @@
-"""Neither a swallowed cancellation nor the error in a group is lost."""
+"""Neither a swallowed cancellation, the error in a group nor the end of a task is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from bridge.config import load
+from bridge.errors import Retryable
 from bridge.service import Service, StopRequested
+from bridge.snapshot.coordinator.requests import RequestListener
+from bridge.snapshot.coordinator.service import SnapshotService
+from consumer_sdk.transport import cancellation
 from consumer_sdk.transport.cancellation import errors_of, stay_cancelled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,3 +114,44 @@ def test_no_error_is_raised_in_except_star(package):
         handlers = (handler for one in tries for handler in one.handlers)
         raising = [n for one in handlers for n in ast.walk(one) if isinstance(n, ast.Raise)]
         assert not raising, f"{path}, line {raising[0].lineno}"
+
+
+async def test_a_background_task_that_fails_is_begun_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cancellation, "RESTART_SECONDS", 0.0)
+    begun = asyncio.Queue[int]()
+
+    async def work() -> None:
+        begun.put_nowait(1)
+        raise LookupError("not expected")
+
+    task = asyncio.create_task(cancellation.restarted(work))
+    for _ in range(3):
+        await begun.get()
+    assert "LookupError: not expected" in caplog.text
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_a_snapshot_task_that_dies_ends_the_session(victim: int) -> None:
+    async def fail() -> None:
+        raise LookupError("not expected")
+
+    async def go_on() -> None:
+        await asyncio.Event().wait()
+
+    works = [go_on, go_on]
+    works[victim] = fail
+    tasks = [asyncio.create_task(work(), name=f"task {n}") for n, work in enumerate(works)]
+    service = object.__new__(SnapshotService)
+    service._background = [tasks[0]]
+    service._requests = object.__new__(RequestListener)
+    service._requests._tasks = [tasks[0], tasks[1]]
+    with pytest.raises(Retryable, match=f"task {victim} ended: LookupError"):
+        await service.watch()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,7 +18,7 @@ import zstandard
 
 from bridge.errors import Refused
 from bridge.events.messages import Packaging
-from bridge.schemas.coverage_watch import CoverageStore
+from bridge.schemas.coverage_watch import CoverageStore, SavedCoverage
 from bridge.snapshot.coordinator.requests import parse_request
 from bridge.source import Source
 from consumer_sdk.errors import CorruptData
@@ -339,4 +339,4 @@ def test_a_saved_coverage_that_expands_without_end_is_not_read() -> None:
     )
     nowhere: Any = None
     source = Source("s", 1, "p", Subjects(""), as_json=False)
-    assert asyncio.run(CoverageStore(nowhere, good, source).load()) == {}
+    assert asyncio.run(CoverageStore(nowhere, good, source).load()) == SavedCoverage({})

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import logging
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -257,6 +258,11 @@ class RequestListener:
         if opening.done():
             opening.result()
 
+    @property
+    def answering(self) -> asyncio.Task[None]:
+        """The task without which no request is answered."""
+        return self._tasks[1]
+
     async def close(self) -> None:
         """Stop receiving requests; those already received are still answered."""
         opening, starting = self._tasks or (None, None)
@@ -295,12 +301,16 @@ class RequestListener:
                     self._subjects.snapshot_request(">"), self._receive
                 )
                 await self._connection.flush()
-            except (nats.errors.Error, OSError, TimeoutError) as error:
+            # A file of the settings may be missing for a moment.
+            except (nats.errors.Error, OSError, TimeoutError, BridgeError) as error:
                 self._stats.warn(
                     "snapshot-requests",
                     f"snapshot requests are not received: {one_line(error)}",
                     "see whether NATS limits the connections of the bridge's user or account",
                 )
+                with suppress(nats.errors.Error, OSError):
+                    await self._connection.close()
+                self._connection, self._subscription = NatsConnection(is_paced=True), None
                 await asyncio.sleep(REOPEN_SECONDS)
             else:
                 self._stats.clear_warning("snapshot-requests")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from bridge.errors import ForeignTable, Refused, SnapshotError
+from bridge.errors import ForeignTable, Refused, Retryable, SnapshotError
 from bridge.postgres.sessions import ReconnectingSession
 from bridge.snapshot.coordinator.admission import SnapshotRates, TokenBucket, TooMany
 from bridge.snapshot.coordinator.jobs import JobRegistry, JobState
@@ -84,6 +84,18 @@ class SnapshotService:
             ),
         ]
         await self._requests.open()
+
+    async def watch(self) -> None:
+        """Raise Retryable if a task ends that must run as long as requests are accepted."""
+        await stay_cancelled()
+        tasks = (*self._background, self._requests.answering)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                error = task.exception()
+                reason = type(error).__name__ if error is not None else "it returned"
+                logger.error("a task of the snapshots ended", exc_info=error)
+                raise Retryable(f"{task.get_name()} ended: {reason}") from error
 
     async def stop(self) -> None:
         """Cancel all active snapshots and publish their errors; then no worker is left."""

@@ -10,6 +10,7 @@ import psycopg
 
 from tests.fault.faults.registry import fault
 from tests.fault.judge import TIMEOUT_SECONDS
+from tests.fault.world import print_tasks
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ async def take_over(world: World, _: random.Random) -> None:
         await eventually(
             lambda: stale.status()["status"] == "standby",
             TIMEOUT_SECONDS,
-            lambda: f"the stale one stands by\n{stale.status()}\n{stale.log_text()[-3000:]}",
+            lambda: f"the stale one stands by\n{stale.status()}\n{print_tasks(stale)}",
         )
     finally:
         stale.kill()

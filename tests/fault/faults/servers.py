@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from bridge.preflight.permissions import BRIDGE_USER, READER_USER
 from tests.fault.faults.registry import fault
 from tests.fault.nats_store import drop_last_messages, full_disk
+from tests.fixtures.nats import PASSWORD
+from tests.fixtures.nats_accounts import replace_file
 
 if TYPE_CHECKING:
     import random
@@ -73,6 +76,35 @@ async def revoke_credentials(world: World, rng: random.Random) -> None:
     world.admit_bridge(admitted=False)
     await world.wait(rng.choice((1, 4, 8)))
     world.admit_bridge(admitted=True)
+
+
+@fault("nats: user revoked and restored", weight=2, needs="single")
+async def revoke_user(world: World, rng: random.Random) -> None:
+    user = rng.choice((BRIDGE_USER, READER_USER))
+    world.load_accounts(f"user: {user}\n", f"user: not-{user}\n")
+    await world.wait(rng.choice((1, 4, 8)))
+    world.load_accounts()
+
+
+@fault("nats: credentials expired and renewed", weight=2, needs="single")
+async def renew_credentials(world: World, rng: random.Random) -> None:
+    renewed = f"renewed-{PASSWORD}"
+    world.load_accounts(PASSWORD, renewed)
+    await world.wait(rng.choice((0, 3, 8)))
+    replace_file(world.password_file, renewed)
+    await world.until_ready()
+    # Spark and hostile readers know only the first one.
+    steps = [world.load_accounts, lambda: replace_file(world.password_file, PASSWORD)]
+    for step in rng.sample(steps, 2):
+        step()
+        await world.wait(rng.random())
+
+
+@fault("nats: permissions taken away and given back", weight=2, needs="single")
+async def take_permissions(world: World, rng: random.Random) -> None:
+    world.load_accounts("{ allow: [", '{ deny: ">", allow: [')
+    await world.wait(rng.choice((1, 4, 12)))
+    world.load_accounts()
 
 
 @fault("nats: disk full under the stream, then a restart", weight=2, needs="single")
