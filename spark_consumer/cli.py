@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--rebootstrap",
         action="store_true",
         help="load a table again from a new snapshot if it cannot continue (gap in the stream, "
-        "restored table, incompatible change of columns) instead of stopping",
+        "rows changed by another writer, incompatible change of columns) instead of stopping",
     )
     parser.add_argument(
         "--log-level",

@@ -7,7 +7,7 @@ SparkConsumerError        check Spark: it failed for the reason given
     SchemaChangeError     rebuild the table: its columns changed incompatibly
     LakeBusyError         end the other job on this lake, or let one job write all tables
     LakeConflictError     try again: another writer committed to a table first
-    LakeError             check the lake: it holds another table, or a restored version
+    LakeError             check the lake: it holds another table, or others changed its rows
         LakeOptionsError  use the options that the table was created with
 
 Each has an `exit_code`, the exit status of `spark-consumer`.

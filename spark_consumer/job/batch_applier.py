@@ -94,7 +94,7 @@ class BatchApplier:
         try:
             end = self._read_control_messages(messages)
             for kept in self._tables:
-                kept.table.require_not_restored()
+                kept.table.require_unchanged()
             hold("spark-before-staging")
             staged = stage_changes(messages, self._plans(), directory)
             count = self._commit(staged, end)

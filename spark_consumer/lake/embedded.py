@@ -51,14 +51,14 @@ class EmbeddedDeltaTable:
     def position(self, source: str) -> LakePosition | None:
         return self.log.position(source)
 
-    def require_not_restored(self) -> None:
-        self.log.require_not_restored()
+    def require_unchanged(self) -> None:
+        self.log.require_unchanged()
 
     def rows(self, spark: SparkSession, names: Mapping[str, str]) -> DataFrame:
         return self._frame(spark, names, self.log.data_files()).drop(_FILE)
 
     def load(self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition) -> None:
-        self.log.replace(files, columns, position)
+        self.log.load(files, columns, position)
 
     def replace(self, rows: DataFrame, columns: pa.Schema, position: LakePosition) -> None:
         files = self._write(rows, columns)

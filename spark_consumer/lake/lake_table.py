@@ -97,8 +97,8 @@ class LakeTable(Protocol):
     def position(self, source: str) -> LakePosition | None:
         """The table's position in the history of a source, None if it has none."""
 
-    def require_not_restored(self) -> None:
-        """Raise LakeError if the table was restored since this job's last commit."""
+    def require_unchanged(self) -> None:
+        """Read the newest version; LakeError if another writer has changed rows or columns."""
 
     def rows(self, spark: SparkSession, names: Mapping[str, str]) -> DataFrame:
         """The rows of the newest version; `names` maps columns to their names in the result."""

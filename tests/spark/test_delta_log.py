@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,29 +175,298 @@ def test_a_vacuum_now_and_then_takes_what_no_version_needs(
     assert again is not None
     again.maintain()
     assert again.version == version
-    again.require_not_restored()
+    again.require_unchanged()
 
 
-def test_a_restore_is_noticed(lake: EmbeddedDeltaLake, table: DeltaLog) -> None:
-    table.exchange((), files(table.root, (7, "g", None)), START.moved_to(11, 0))
-    table.require_not_restored()
-    raw = DeltaTable(table.root)
-    raw.restore(0)
-    raw.optimize.compact()
-    with pytest.raises(LakeError, match="users was restored"):
-        table.require_not_restored()
+def restore(table: DeltaTable) -> None:
+    table.restore(0)
+
+
+def overwrite(table: DeltaTable) -> None:
+    write_deltalake(table, table.to_pyarrow_table().slice(0, 1), mode="overwrite")
+
+
+def append(table: DeltaTable) -> None:
+    write_deltalake(table, table.to_pyarrow_table().slice(0, 1), mode="append")
+
+
+def delete(table: DeltaTable) -> None:
+    table.delete("id < 9")
+
+
+def update(table: DeltaTable) -> None:
+    table.update({"id": "8"}, predicate="id = 1")
+
+
+def other_columns(table: DeltaTable) -> None:
+    rows = table.to_pyarrow_table().drop_columns(["tags"])
+    write_deltalake(table, rows, mode="overwrite", schema_mode="overwrite")
+
+
+def restore_and_compact(table: DeltaTable) -> None:
+    table.restore(0)
+    table.optimize.compact()
+
+
+def required_column(table: DeltaTable) -> None:
+    """As a writer does that says only what it must."""
+    schema = json.loads(table.schema().to_json())
+    schema["fields"] = schema["fields"][:-1]
+    log = Path(table.table_uri.removeprefix("file://"), "_delta_log")
+    (log / f"{table.version() + 1:020}.json").write_text(
+        json.dumps(
+            {
+                "metaData": {
+                    "id": str(table.metadata().id),
+                    "format": {"provider": "parquet", "options": {}},
+                    "schemaString": json.dumps(schema),
+                    "partitionColumns": [],
+                    "configuration": {},
+                }
+            }
+        )
+        + "\n"
+    )
+
+
+CHANGES = (
+    restore,
+    overwrite,
+    append,
+    delete,
+    update,
+    other_columns,
+    restore_and_compact,
+    required_column,
+)
+
+
+def compact(table: DeltaTable) -> None:
+    table.optimize.compact()
+
+
+def vacuum(table: DeltaTable) -> None:
+    table.vacuum(dry_run=False)
+
+
+def comment(table: DeltaTable) -> None:
+    table.alter.set_table_description("All of them.")
+    table.alter.set_column_metadata("id", {"comment": "the number"})
+
+
+def rename(table: DeltaTable) -> None:
+    table.alter.set_table_name("people")
+
+
+def set_property(table: DeltaTable) -> None:
+    table.alter.set_table_properties({"delta.logRetentionDuration": "interval 60 days"})
+
+
+def checkpoint(table: DeltaTable) -> None:
+    table.create_checkpoint()
+    table.cleanup_metadata()
+
+
+def restore_back(table: DeltaTable) -> None:
+    version = table.version()
+    table.restore(0)
+    table.restore(version)
+
+
+def compact_and_restore_back(table: DeltaTable) -> None:
+    table.optimize.compact()
+    restore_back(table)
+
+
+HARMLESS = (
+    compact,
+    vacuum,
+    comment,
+    rename,
+    set_property,
+    checkpoint,
+    restore_back,
+    compact_and_restore_back,
+)
+MOMENTS = ("lake-before-commit", "lake-after-commit")
+Foreign = Callable[[DeltaTable], None]
+
+
+@pytest.fixture
+def second(table: DeltaLog) -> DeltaLog:
+    """The table after another commit of the job, in more files than a compaction leaves alone."""
+    written = [file for n in range(11, 41) for file in files(table.root, (n, "x", None))]
+    table.exchange((), written, START.moved_to(11, 0))
+    return table
+
+
+@pytest.fixture
+def at_moment(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, DeltaLog, Foreign], None]:
+    """Let another writer do something once, while the job is at some point of a commit."""
+
+    def plan(moment: str, table: DeltaLog, work: Foreign) -> None:
+        done: list[str] = []
+
+        def meanwhile(point: str) -> None:
+            if point == moment and not done:
+                done.append(point)
+                work(DeltaTable(table.root))
+
+        monkeypatch.setattr("spark_consumer.lake.delta_log.hold", meanwhile)
+
+    return plan
+
+
+def work_of_the_job(table: DeltaLog) -> dict[str, Callable[[], None]]:
+    """Everything that the job commits, by name."""
+    there = START.moved_to(12, 0)
+
+    def vacuum_only() -> None:
+        table.maintain()
+        long_ago = time.time() - 30 * 86_400
+        os.utime(Path(table.root, "_vacuumed"), (long_ago, long_ago))
+        again = DeltaLog(table.root, "users")
+        again.require_unchanged()
+        again.maintain()
+
+    return {
+        "exchange": lambda: table.exchange((), files(table.root, (7, "g", None)), there),
+        "advance": lambda: table.advance(there),
+        "merge": lambda: table.merge(staged((7, "g", None, False, False)), PLAN, there),
+        "empty merge": lambda: table.merge(staged(), PLAN, there),
+        "replace": lambda: table.replace(files(table.root, (7, "g", None)), COLUMNS, there),
+        "add columns": lambda: table.add_columns([pa.field("later", pa.int32())], there),
+        "compaction": table.maintain,
+        "vacuum": vacuum_only,
+    }
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_by_others_is_noticed(
+    lake: EmbeddedDeltaLake, second: DeltaLog, change: Foreign
+) -> None:
+    second.require_unchanged()
+    change(DeltaTable(second.root))
+    with pytest.raises(LakeError, match=r"users was changed by another writer \(version 2"):
+        second.require_unchanged()
     found = lake.find("public", "users")
     assert found is not None
-    with pytest.raises(LakeError, match="--rebootstrap"):
-        found.require_not_restored()
+    with pytest.raises(LakeError, match=r"restore it to version 1, .* --rebootstrap"):
+        found.require_unchanged()
+    with pytest.raises(LakeError, match="changed by another writer"):
+        found.log.advance(START.moved_to(12, 0))
+    found.load(files(second.root, (9, "new", None)), COLUMNS, START.moved_to(12, 0))
+    assert rows_of(found.log) == [(9, "new", None)]
+    found.require_unchanged()
 
 
-def test_maintenance_by_others_is_no_tampering(table: DeltaLog) -> None:
-    table.exchange((), files(table.root, (7, "g", None)), START.moved_to(11, 0))
-    raw = DeltaTable(table.root)
-    raw.optimize.compact()
-    raw.vacuum(dry_run=False)
-    table.require_not_restored()
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("change", [restore, append, delete, required_column])
+def test_no_moment_hides_a_change_by_others(
+    lake: EmbeddedDeltaLake,
+    second: DeltaLog,
+    at_moment: Callable[[str, DeltaLog, Foreign], None],
+    moment: str,
+    change: Foreign,
+) -> None:
+    version = second.version
+    for name in work_of_the_job(second):
+        found = lake.find("public", "users")
+        assert found is not None
+        found.require_unchanged()
+        at_moment(moment, second, change)
+        with pytest.raises((LakeError, LakeConflictError)) as stopped:
+            work_of_the_job(found.log)[name]()
+        if isinstance(stopped.value, LakeConflictError):
+            # The job tries again, and begins with a look at the table.
+            again = lake.find("public", "users")
+            assert again is not None
+            with pytest.raises(LakeError, match="changed by another writer"):
+                again.require_unchanged()
+        else:
+            assert "changed by another writer" in str(stopped.value), name
+        # As an operator may do it, with rows and position of the same version.
+        shutil.rmtree(second.root)
+        rows = files(second.root, (1, "a", ["x"]), (2, "b", None), (3, "c", []))
+        lake.create("public", "users", rows, COLUMNS, START)
+        written = [file for n in range(11, 41) for file in files(second.root, (n, "x", None))]
+        DeltaLog(second.root, "users").exchange((), written, START.moved_to(11, 0))
+        assert DeltaTable(second.root).version() == version
+
+
+@pytest.mark.parametrize("work", HARMLESS)
+def test_what_leaves_the_rows_as_they_are_is_no_change(
+    lake: EmbeddedDeltaLake, second: DeltaLog, work: Foreign
+) -> None:
+    rows = rows_of(second)
+    work(DeltaTable(second.root))
+    second.require_unchanged()
+    second.advance(START.moved_to(12, 0))
+    work(DeltaTable(second.root))
+    found = lake.find("public", "users")
+    assert found is not None
+    found.require_unchanged()
+    assert found.position("slot") == START.moved_to(12, 0)
+    there = START.moved_to(13, 0)
+    found.log.merge(staged((7, "g", None, False, False)), PLAN, there)
+    assert rows_of(found.log) == sorted([*rows, (7, "g", None)])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_leaves_the_rows_as_they_are_may_happen_at_any_moment(
+    lake: EmbeddedDeltaLake,
+    second: DeltaLog,
+    at_moment: Callable[[str, DeltaLog, Foreign], None],
+    moment: str,
+) -> None:
+    for name in work_of_the_job(second):
+        found = lake.find("public", "users")
+        assert found is not None
+        found.require_unchanged()
+        at_moment(moment, second, comment)
+        with suppress(LakeConflictError):
+            work_of_the_job(found.log)[name]()
+    found = lake.find("public", "users")
+    assert found is not None
+    found.require_unchanged()
+
+
+def test_a_commit_that_was_cleaned_up_unseen_stops_the_job(second: DeltaLog) -> None:
+    compact(DeltaTable(second.root))
+    comment(DeltaTable(second.root))
+    raw = DeltaTable(second.root)
+    raw.create_checkpoint()
+    Path(second.root, "_delta_log", f"{2:020}.json").unlink()
+    with pytest.raises(LakeError, match=r"users was changed by another writer \(version 2"):
+        second.require_unchanged()
+
+
+def test_tables_of_earlier_releases_are_recognised(
+    lake: EmbeddedDeltaLake, second: DeltaLog
+) -> None:
+    for commit in Path(second.root, "_delta_log").glob("*.json"):
+        lines = commit.read_text().splitlines(keepends=True)
+        commit.write_text("".join(line for line in lines if "tailrace/table:" not in line))
+    found = lake.find("public", "users")
+    assert found is not None
+    found.require_unchanged()
+    comment(DeltaTable(second.root))
+    again = lake.find("public", "users")
+    assert again is not None
+    again.require_unchanged()
+    restore(DeltaTable(second.root))
+    with pytest.raises(LakeError, match=r"\(version 4, RESTORE\).* restore it to version 3"):
+        again.require_unchanged()
+    DeltaTable(second.root).restore(3)
+    again.require_unchanged()
+
+
+def test_a_table_moved_to_the_place_of_another_is_not_taken_for_it(
+    lake: EmbeddedDeltaLake, table: DeltaLog
+) -> None:
+    shutil.move(table.root, lake.table_root("public", "people"))
+    with pytest.raises(LakeError, match=r"holds another table \(users\), not people"):
+        lake.find("public", "people")
 
 
 def test_files_optimized_by_others_meanwhile_are_never_left_beside_new_ones(
@@ -214,7 +487,7 @@ def test_files_optimized_by_others_meanwhile_are_never_left_beside_new_ones(
         with pytest.raises(LakeConflictError, match="users is being written by another process"):
             write()
     assert [row[0] for row in rows_of(table)] == [1, 2, 3, 4]
-    table.require_not_restored()
+    table.require_unchanged()
     table.replace(new, COLUMNS, there)
     assert rows_of(table) == [(7, "g", None)]
 
