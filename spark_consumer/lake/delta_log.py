@@ -17,8 +17,9 @@ from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from consumer_sdk.transport.holds import hold
-from spark_consumer.errors import LakeConflictError, LakeError
+from spark_consumer.errors import LakeConflictError, LakeError, MissingRowError
 from spark_consumer.lake.delta_commits import APP_PREFIX, deletion_vectors, find_change
+from spark_consumer.lake.delta_merge import INCOMPLETE, CountedRows, MergeStatement
 from spark_consumer.lake.lake_table import LakePosition
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class DeltaLog:
 
     def __init__(self, root: str, name: str) -> None:
         self.root = root
-        self._name = name
+        self.name = name
         self._table = DeltaTable(root)
         own = self._last_own_version()
         if own is None:
@@ -141,7 +142,7 @@ class DeltaLog:
         found = find_change(self.root, self._checked_version, self.version)
         if found is not None:
             raise LakeError(
-                f"lake table {self._name} was changed by another writer (version {found.version}, "
+                f"lake table {self.name} was changed by another writer (version {found.version}, "
                 f"{found.operation}), so its rows are not those of its position: "
                 f"restore it to version {found.version - 1}, or rebuild it with --rebootstrap"
             )
@@ -152,13 +153,13 @@ class DeltaLog:
 
         Tables of earlier releases are recognised by their description or name.
         """
-        version = self._table.transaction_version(_table_app_id(self._name))
+        version = self._table.transaction_version(_table_app_id(self.name))
         if version is not None:
             return int(version)
         own = [int(one["version"]) for one in self._table.history() if _METADATA_KEY in one]
         metadata = self._table.metadata()
-        described = metadata.description == _description(self._name)
-        if not described and not (own and metadata.name == self._name):
+        described = metadata.description == _description(self.name)
+        if not described and not (own and metadata.name == self.name):
             return None
         return max(own, default=0)
 
@@ -166,7 +167,7 @@ class DeltaLog:
         """The absolute paths of the data files of the newest version, which hold its rows only."""
         if deletion_vectors(self._table):
             raise LakeError(
-                f"lake table {self._name} has deletion vectors, which this job does not write; "
+                f"lake table {self.name} has deletion vectors, which this job does not write; "
                 "rebuild it with --rebootstrap"
             )
         return [str(uri).removeprefix("file://") for uri in self._table.file_uris()]
@@ -209,38 +210,60 @@ class DeltaLog:
         """Commit the position without any rows."""
         self.exchange((), (), position)
 
-    def merge(self, rows: pa.RecordBatchReader, plan: MergePlan, position: LakePosition) -> None:
-        """MERGE the rows; the position is committed even if they change nothing."""
-        staged = {name: f"s.{_quoted(source)}" for name, source in plan.columns.items()}
-        on = " AND ".join(f"t.{_quoted(name)} = {staged[name]}" for name in plan.key)
-        # If all columns are in the key, there is nothing else to update: the key is set to itself.
-        settable = [name for name in staged if name not in plan.key] or list(plan.key)
-        updates = {_quoted(name): staged[name] for name in settable}
-        for name, flag in plan.keepable.items():
-            keep = f"CASE WHEN s.{_quoted(flag)} THEN t.{_quoted(name)} ELSE {staged[name]} END"
-            updates[_quoted(name)] = keep
-        inserts = {_quoted(name): value for name, value in staged.items()}
-        deleted = None if plan.deleted is None else f"s.{_quoted(plan.deleted)}"
+    def merge(
+        self, rows: pa.RecordBatchReader, row_count: int, plan: MergePlan, position: LakePosition
+    ) -> None:
+        """MERGE the rows; the position is committed even if they change nothing.
+
+        LakeError, and a table as before, if `rows` are not `row_count` or if the table lacks an
+        incomplete one.
+        """
+        statement = MergeStatement(plan)
+        source = CountedRows(rows, row_count)
+        before = self.version
+        earlier = self.position(position.source)
+        merged = 0
 
         def run() -> None:
+            nonlocal merged
             merger = self._table.merge(
-                rows,
-                predicate=on,
+                source.reader(),
+                predicate=statement.on,
                 source_alias="s",
                 target_alias="t",
                 streamed_exec=True,
                 writer_properties=self._writer_properties(),
                 commit_properties=self._properties(position),
             )
-            if deleted is not None:
-                merger = merger.when_matched_delete(predicate=deleted)
-            merger = merger.when_matched_update(updates)
-            unless = None if deleted is None else f"NOT {deleted}"
-            merger.when_not_matched_insert(inserts, predicate=unless).execute()
+            if statement.deleted is not None:
+                merger = merger.when_matched_delete(predicate=statement.deleted)
+            merger = merger.when_matched_update(statement.updates)
+            unless = None if statement.deleted is None else f"NOT {statement.deleted}"
+            metrics = merger.when_not_matched_insert(statement.inserts, predicate=unless).execute()
+            merged = int(metrics["num_source_rows"])
 
-        self._commit(run)
+        try:
+            self._commit(run)
+        except LakeError as error:
+            if source.count not in (None, row_count):
+                raise self._lost_rows(row_count, source.count) from error
+            if INCOMPLETE in str(error):
+                raise MissingRowError(self.name) from error
+            raise
+        if merged != row_count:
+            if earlier is not None and self.position(position.source) == position:
+                # Rows and position go back together, so that the next run merges all rows.
+                again = self._properties(earlier)
+                self._commit(lambda: self._table.restore(before, commit_properties=again))
+            raise self._lost_rows(row_count, merged)
         if self.position(position.source) != position:
             self.advance(position)
+
+    def _lost_rows(self, staged: int, merged: int | None) -> LakeError:
+        return LakeError(
+            f"{staged} rows were staged for lake table {self.name}, but {merged} reached the "
+            "MERGE, so it was not done; check the disk of the lake and start the job again"
+        )
 
     def add_columns(self, columns: Sequence[pa.Field], position: LakePosition) -> None:
         """Append columns."""
@@ -292,7 +315,7 @@ class DeltaLog:
         return age is not None
 
     def _properties(self, position: LakePosition) -> CommitProperties:
-        return _properties(self._name, self.version + 1, position)
+        return _properties(self.name, self.version + 1, position)
 
     def _commit(self, write: Callable[[], object]) -> None:
         """Commit on top of the version that was read, and check what others committed after it."""
@@ -303,10 +326,10 @@ class DeltaLog:
             write()
         except CommitFailedError as error:
             raise LakeConflictError(
-                f"lake table {self._name} is being written by another process: {_line(error)}"
+                f"lake table {self.name} is being written by another process: {_line(error)}"
             ) from error
         except (DeltaError, OSError) as error:
-            raise LakeError(f"lake table {self._name} cannot be written: {_line(error)}") from error
+            raise LakeError(f"lake table {self.name} cannot be written: {_line(error)}") from error
         hold("lake-after-commit")
         self._commits += 1
         self._table.update_incremental()
@@ -365,10 +388,6 @@ def _plain_type(type_: pa.DataType) -> pa.DataType:
     if pa.types.is_large_binary(type_) or pa.types.is_binary_view(type_):
         return pa.binary()
     return type_
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _line(error: Exception) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
+from deltalake.table import TableMerger
 
-from spark_consumer.errors import LakeConflictError, LakeError
+from spark_consumer.errors import LakeConflictError, LakeError, MissingRowError
 from spark_consumer.lake.delta_log import DeltaLog
 from spark_consumer.lake.embedded import EmbeddedDeltaLake
 from spark_consumer.lake.lake_table import LakePosition, MergePlan
@@ -72,6 +74,10 @@ def staged(*rows: tuple[Any, ...]) -> Any:
     return pa.Table.from_arrays(arrays, names).to_reader()
 
 
+def merge(table: DeltaLog, rows: Sequence[tuple[Any, ...]], there: LakePosition) -> None:
+    table.merge(staged(*rows), len(rows), PLAN, there)
+
+
 def test_the_first_commit_holds_the_rows_and_the_position(
     lake: EmbeddedDeltaLake, table: DeltaLog
 ) -> None:
@@ -86,13 +92,13 @@ def test_the_first_commit_holds_the_rows_and_the_position(
 
 def test_a_merge_updates_keeps_deletes_and_inserts_in_one_commit(table: DeltaLog) -> None:
     there = START.moved_to(20, 600, 2)
-    rows = staged(
+    rows = (
         (1, "A", None, True, False),
         (2, None, None, False, True),
         (4, "d", ["y"], False, False),
         (5, None, None, False, True),
     )
-    table.merge(rows, PLAN, there)
+    merge(table, rows, there)
     assert rows_of(table) == [(1, "A", ["x"]), (3, "c", []), (4, "d", ["y"])]
     assert table.version == 1
     assert table.position("slot") == there
@@ -100,10 +106,95 @@ def test_a_merge_updates_keeps_deletes_and_inserts_in_one_commit(table: DeltaLog
 
 def test_a_merge_that_changes_nothing_still_moves_the_position(table: DeltaLog) -> None:
     there = START.moved_to(20, 600)
-    table.merge(staged((9, None, None, False, True)), PLAN, there)
+    merge(table, [(9, None, None, False, True)], there)
     assert table.position("slot") == there
-    table.merge(staged(), PLAN, there.moved_to(30, 0))
+    merge(table, [], there.moved_to(30, 0))
     assert table.position("slot") == there.moved_to(30, 0)
+
+
+def test_an_incomplete_row_is_updated_but_never_inserted(table: DeltaLog) -> None:
+    there = START.moved_to(20, 600)
+    plan = replace(PLAN, incomplete="keep")
+    table.merge(staged((1, "A", None, True, False), (4, "d", [], False, False)), 2, plan, there)
+    rows = [(1, "A", ["x"]), (2, "b", None), (3, "c", []), (4, "d", [])]
+    assert rows_of(table) == rows
+    with pytest.raises(MissingRowError, match=r"table users lacks a row .* --rebootstrap"):
+        table.merge(
+            staged((2, "B", None, True, False), (9, "secret", None, True, False)),
+            2,
+            plan,
+            there.moved_to(30, 0),
+        )
+    assert rows_of(table) == rows
+    assert table.position("slot") == there
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pa.array(["a", "b"]),
+        pa.array([0.5, 1.5]),
+        pa.array([b"a", b"b"]),
+        pa.array([1, 2], pa.timestamp("us", tz="UTC")),
+    ],
+    ids=lambda array: str(array.type),
+)
+def test_a_key_of_any_type_tells_incomplete_rows(lake: EmbeddedDeltaLake, ids: pa.Array) -> None:
+    columns = pa.schema([("id", ids.type), ("body", pa.string())])
+    root = lake.table_root("public", "users")
+    present = files(root, (ids[0].as_py(), "x"), columns=columns)
+    log = lake.create("public", "users", present, columns, START).log
+    plan = MergePlan(("id",), {"id": "c0", "body": "c1"}, {"body": "keep"}, None, "keep")
+    rows = pa.table({"c0": ids, "c1": pa.nulls(2, pa.string()), "keep": [True, True]})
+    log.merge(rows.slice(0, 1).to_reader(), 1, plan, START.moved_to(20, 0))
+    with pytest.raises(MissingRowError):
+        log.merge(rows.to_reader(), 2, plan, START.moved_to(30, 0))
+    assert [row[1] for row in rows_of(log)] == ["x"]
+
+
+def test_a_merge_of_fewer_rows_than_were_staged_is_not_done(table: DeltaLog) -> None:
+    before = rows_of(table)
+    for count in (2, 0):
+        with pytest.raises(LakeError, match=rf"{count} rows were staged .* but 1 reached"):
+            table.merge(staged((4, "d", None, False, False)), count, PLAN, START.moved_to(20, 600))
+    assert rows_of(table) == before
+    assert table.position("slot") == START
+    merge(table, [(4, "d", None, False, False)], START.moved_to(20, 600))
+    assert len(rows_of(table)) == 4
+
+
+def test_a_merge_that_took_fewer_rows_than_it_was_given_is_undone(
+    lake: EmbeddedDeltaLake, table: DeltaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = TableMerger.execute
+
+    def tell_less(merger: TableMerger) -> dict[str, Any]:
+        metrics = execute(merger)
+        return {**metrics, "num_source_rows": metrics["num_source_rows"] - 1}
+
+    before = rows_of(table)
+    with monkeypatch.context() as patched:
+        patched.setattr(TableMerger, "execute", tell_less)
+        with pytest.raises(LakeError, match=r"1 rows were staged .* but 0 reached"):
+            merge(table, [(4, "d", None, False, False)], START.moved_to(20, 600))
+    assert rows_of(table) == before
+    found = lake.find("public", "users")
+    assert found is not None
+    found.require_unchanged()
+    assert found.position("slot") == START
+    merge(found.log, [(4, "d", None, False, False)], START.moved_to(20, 600))
+    assert len(rows_of(table)) == 4
+
+
+def test_a_key_of_zero_takes_the_sign_of_the_newest(lake: EmbeddedDeltaLake) -> None:
+    columns = pa.schema([("id", pa.float64()), ("body", pa.string())])
+    root = lake.table_root("public", "users")
+    rows = files(root, (0.0, "a"), (math.nan, "b"), columns=columns)
+    log = lake.create("public", "users", rows, columns, START).log
+    plan = MergePlan(("id",), {"id": "c0", "body": "c1"}, {}, None)
+    new = pa.table({"c0": [-0.0, math.nan], "c1": ["A", "B"]})
+    log.merge(new.to_reader(), 2, plan, START.moved_to(20, 0))
+    assert sorted(map(repr, rows_of(log))) == ["(-0.0, 'A')", "(nan, 'B')"]
 
 
 def test_positions_never_move_backwards() -> None:
@@ -332,8 +423,8 @@ def work_of_the_job(table: DeltaLog) -> dict[str, Callable[[], None]]:
     return {
         "exchange": lambda: table.exchange((), files(table.root, (7, "g", None)), there),
         "advance": lambda: table.advance(there),
-        "merge": lambda: table.merge(staged((7, "g", None, False, False)), PLAN, there),
-        "empty merge": lambda: table.merge(staged(), PLAN, there),
+        "merge": lambda: merge(table, [(7, "g", None, False, False)], there),
+        "empty merge": lambda: merge(table, [], there),
         "replace": lambda: table.replace(files(table.root, (7, "g", None)), COLUMNS, there),
         "add columns": lambda: table.add_columns([pa.field("later", pa.int32())], there),
         "compaction": table.maintain,
@@ -408,7 +499,7 @@ def test_what_leaves_the_rows_as_they_are_is_no_change(
     found.require_unchanged()
     assert found.position("slot") == START.moved_to(12, 0)
     there = START.moved_to(13, 0)
-    found.log.merge(staged((7, "g", None, False, False)), PLAN, there)
+    merge(found.log, [(7, "g", None, False, False)], there)
     assert rows_of(found.log) == sorted([*rows, (7, "g", None)])
 
 
@@ -481,7 +572,7 @@ def test_files_optimized_by_others_meanwhile_are_never_left_beside_new_ones(
         lambda: table.exchange([old], new, there),
         lambda: table.replace(new, COLUMNS, there),
         lambda: table.exchange((), new, there),
-        lambda: table.merge(staged((1, "z", None, False, False)), PLAN, there),
+        lambda: merge(table, [(1, "z", None, False, False)], there),
         lambda: table.add_columns([pa.field("later", pa.int32())], there),
     ):
         with pytest.raises(LakeConflictError, match="users is being written by another process"):

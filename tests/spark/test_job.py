@@ -6,9 +6,7 @@ import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import psycopg
 import pytest
-from deltalake.exceptions import TableNotFoundError
 
 from consumer_sdk.wire.envelope import encode
 from spark_consumer.errors import SchemaChangeError, SparkConsumerError, UnrepresentableError
@@ -17,7 +15,7 @@ from spark_consumer.lake.records import Manifest
 from spark_consumer.runtime.nats_thread import NatsThread
 from tests.fixtures.waiting import wait_until
 from tests.spark.conftest import Jobs
-from tests.spark.lake_oracle import assert_same_rows, lake_rows, lake_table, source_rows
+from tests.spark.lake_oracle import assert_same_rows, lake_rows, lake_table, same_rows, source_rows
 from tests.spark.workload import SCHEMA, TABLES, Workload
 
 if TYPE_CHECKING:
@@ -122,21 +120,13 @@ def test_columns_change_while_the_query_runs(
     database.publish("users")
     bridge_process()
 
-    def settled() -> bool:
-        try:
-            assert_same_rows(database.dsn, jobs.lake, "users")
-        except (AssertionError, TableNotFoundError, psycopg.Error):
-            # Not there yet, or without the newest column, or without the newest rows.
-            return False
-        return True
-
     def then(*statements: str) -> None:
         for statement in statements:
             database.execute(statement)
-        wait_until(settled, PATIENCE, statements[0])
+        wait_until(same_rows(database.dsn, jobs.lake, "users"), PATIENCE, statements[0])
 
     with jobs.following("users"):
-        wait_until(settled, PATIENCE, "bootstrap")
+        wait_until(same_rows(database.dsn, jobs.lake, "users"), PATIENCE, "bootstrap")
         then("ALTER TABLE users ADD COLUMN age int", "INSERT INTO users VALUES (21, 1, 'b', 1, 7)")
         then(
             "ALTER TABLE users ALTER COLUMN n TYPE bigint",
