@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from consumer_sdk.commands.options import Parser, count
 from consumer_sdk.errors import CdcError, GapError, UsageError
 from consumer_sdk.launch.commands import INTERRUPTED
-from consumer_sdk.transport.logfmt import LogfmtFormatter, mask_secrets
+from consumer_sdk.transport.logfmt import LogfmtFormatter, event, mask_secrets
 from consumer_sdk.transport.settings import NatsSettings
 from consumer_sdk.transport.version import ShowVersion
 from consumer_sdk.wire.escaping import printable
@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--rebootstrap",
         action="store_true",
         help="load a table again from a new snapshot if it cannot continue (gap in the stream, "
-        "restored table, incompatible change of columns) instead of stopping",
+        "rows changed by another writer, incompatible change of columns) instead of stopping",
     )
     parser.add_argument(
         "--log-level",
@@ -111,7 +111,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="what to log; debug shows the stack traces of errors too, default info",
     )
     spark = parser.add_argument_group("Spark")
-    spark.add_argument("--master", metavar="URL", help="Spark master; default local[*]")
+    spark.add_argument(
+        "--master",
+        metavar="URL",
+        help="Spark master; default: that of spark-submit or spark-defaults.conf, else local[*]",
+    )
     spark.add_argument(
         "--conf",
         metavar="KEY=VALUE",
@@ -257,8 +261,8 @@ class _Run:
             rebootstrap=options.rebootstrap,
             rows_per_batch=options.rows_per_batch,
         )
-        master = options.master or "local[*]"
-        spark = open_session(master, "spark-consumer", dict(options.conf), self._java)
+        spark = open_session(options.master, "spark-consumer", dict(options.conf), self._java)
+        event(logger, "spark started", master=spark.sparkContext.master)
         try:
             self._job = SparkJob(spark, settings)
             self._job.run()

@@ -7,7 +7,8 @@ SparkConsumerError        check Spark: it failed for the reason given
     SchemaChangeError     rebuild the table: its columns changed incompatibly
     LakeBusyError         end the other job on this lake, or let one job write all tables
     LakeConflictError     try again: another writer committed to a table first
-    LakeError             check the lake: it holds another table, or a restored version
+    LakeError             check the lake: it holds another table, or others changed its rows
+        MissingRowError   rebuild the table: it lacks a row that a change refers to
         LakeOptionsError  use the options that the table was created with
 
 Each has an `exit_code`, the exit status of `spark-consumer`.
@@ -64,6 +65,16 @@ class LakeError(SparkConsumerError):
     """The lake does not hold what this job wrote there."""
 
     exit_code = 4
+
+
+class MissingRowError(LakeError):
+    """The lake does not have a row that a change refers to."""
+
+    def __init__(self, table: str) -> None:
+        super().__init__(
+            f"lake table {table} lacks a row that a change refers to, so it is not as the source "
+            "was before the change; rebuild it with --rebootstrap"
+        )
 
 
 class LakeOptionsError(LakeError):

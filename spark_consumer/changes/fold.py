@@ -29,6 +29,7 @@ from spark_consumer.changes.change_rows import (
     UNCHANGED,
     ChangeFacts,
 )
+from spark_consumer.lake.column_mapping import exact
 from spark_consumer.lake.table_definition import DELETED
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def fold_keyed(
     steps = _steps(changes, key, values, facts)
     position = [fn.col(COMMIT_LSN), fn.col(SEQ), fn.col(STEP)]
     live = ~fn.col(DELETED)
-    newest = fn.max(fn.struct(*position, DELETED, *complete))
+    # The key as well: it is grouped by value, and the newest of 0.0 and -0.0 stays.
+    newest = fn.max(fn.struct(*position, DELETED, *key, *complete))
     aggregates = [newest.alias(_NEWEST)]
     if keep_deleted:
         aggregates.append(fn.max(fn.when(live, fn.struct(*position, *complete))).alias(_ROW))
@@ -98,11 +100,16 @@ def fold_keyed(
     }
     complete_value = {name: fn.col(row)[name] for name in complete}
     return folded.select(
-        *(fn.col(name) for name in key),
+        *(fn.col(_NEWEST)[name].alias(name) for name in key),
         *((complete_value | omitted_value)[name].alias(name) for name in values),
         fn.col(_NEWEST)[DELETED].alias(DELETED),
         _names(keep).alias(KEEP),
     )
+
+
+def missing_row() -> Column:
+    """Stops the query if it is evaluated: the table lacks a row that a change refers to."""
+    return fn.raise_error(fn.lit("a row that a change refers to is not in the table"))
 
 
 def _left_out(name: str) -> Column:
@@ -158,7 +165,7 @@ def _steps(
 def fold_bag(changes: DataFrame, columns: Sequence[str], facts: ChangeFacts) -> DataFrame:
     """One row for each distinct row changed: `_net` copies added or removed, `_gone` deleted.
 
-    For tables without a key, which may hold several equal rows.
+    For tables without a key, which may hold several equal rows. -0.0 and 0.0 are distinct.
     """
     changes = _after_truncate(changes, facts).dropDuplicates([COMMIT_LSN, SEQ])
     operation = fn.col(OPERATION)
@@ -173,11 +180,18 @@ def fold_bag(changes: DataFrame, columns: Sequence[str], facts: ChangeFacts) -> 
         fn.lit(-1).cast("long").alias(NET),
         fn.lit(0).cast("long").alias(GONE),
     )
+    rows = current.unionByName(replaced)
+    types = rows.schema
+    identity = fn.struct(*(exact(fn.col(name), types[name].dataType) for name in columns))
     return (
-        current.unionByName(replaced)
-        .groupBy(*columns)
-        .agg(fn.sum(NET).alias(NET), fn.sum(GONE).alias(GONE))
+        rows.groupBy(identity.alias(_ROW))
+        .agg(
+            fn.first(fn.struct(*columns)).alias(_VALUE),
+            fn.sum(NET).alias(NET),
+            fn.sum(GONE).alias(GONE),
+        )
         .where((fn.col(NET) != 0) | (fn.col(GONE) != 0))
+        .select(*(fn.col(_VALUE)[name].alias(name) for name in columns), NET, GONE)
     )
 
 
@@ -269,9 +283,7 @@ def _shortened(links: DataFrame) -> DataFrame:
 def _values(
     links: DataFrame, name: str, key: Sequence[str], base: DataFrame | None, type_: DataType
 ) -> DataFrame:
-    lost = fn.raise_error(
-        fn.lit(f"column {name}: the row before a change of key is not in the table")
-    ).cast(type_)
+    lost = missing_row().cast(type_)
     if base is None:
         known = fn.when(fn.col(_FOUND), fn.col(_VALUE)).otherwise(lost)
         return links.select(_MOVE, known.alias(_VALUE))

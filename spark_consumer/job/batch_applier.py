@@ -11,6 +11,7 @@ import logging
 import shutil
 import time
 import uuid
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from pyspark import StorageLevel
@@ -26,13 +27,13 @@ from consumer_sdk.wire.envelope import CONTENT_TYPE, decode_payload
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import table_token
 from spark_consumer.changes.staging import DecodingPlan, StagedChanges, stage_changes
-from spark_consumer.errors import SchemaChangeError
+from spark_consumer.errors import LakeError, SchemaChangeError
 from spark_consumer.lake.records import ManifestEntry, ManifestPosition
 from spark_consumer.lake.table_definition import evolve
 from spark_consumer.source.message_rows import BATCH, PROGRESS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pyspark.sql import DataFrame
 
@@ -59,7 +60,8 @@ class RebuildNeeded(Exception):
 class BatchApplier:
     """Applies batches of `nats_cdc` in form `message` to the tables of a lake.
 
-    With `rebootstrap`, a gap or an incompatible schema change raises RebuildNeeded.
+    With `rebootstrap`, RebuildNeeded is raised for a gap, an incompatible schema change, and a
+    table that others have changed or that lacks a row.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class BatchApplier:
         try:
             end = self._read_control_messages(messages)
             for kept in self._tables:
-                kept.table.require_not_restored()
+                with self._rebuilding(kept):
+                    kept.table.require_unchanged()
             hold("spark-before-staging")
             staged = stage_changes(messages, self._plans(), directory)
             count = self._commit(staged, end)
@@ -194,12 +197,8 @@ class BatchApplier:
                 self._evolve(kept, schema)
 
     def _evolve(self, kept: KeptTable, schema: TableSchema) -> None:
-        try:
+        with self._rebuilding(kept):
             evolution = evolve(kept.definition, kept.schema, schema, self._policy)
-        except SchemaChangeError as error:
-            if self._rebootstrap:
-                raise RebuildNeeded(kept, str(error)) from error
-            raise
         if evolution.change == "rebuild":
             raise RebuildNeeded(kept, evolution.reason)
         event(
@@ -217,6 +216,16 @@ class BatchApplier:
         elif evolution.change == "add":
             kept.table.evolve(evolution.definition.columns, kept.position)
         kept.definition, kept.schema = evolution.definition, schema
+
+    @contextmanager
+    def _rebuilding(self, kept: KeptTable) -> Iterator[None]:
+        """With `rebootstrap`, an error of the table in a block means that it is rebuilt."""
+        try:
+            yield
+        except (LakeError, SchemaChangeError) as error:
+            if self._rebootstrap:
+                raise RebuildNeeded(kept, str(error)) from error
+            raise
 
     def _plans(self) -> list[DecodingPlan]:
         return [
@@ -240,7 +249,8 @@ class BatchApplier:
                 continue
             version = kept.schema.schema_version
             position = kept.position.moved_to(stop, changes.commit_lsn, version)
-            self._writer.apply(kept, changes, position, now_us)
+            with self._rebuilding(kept):
+                self._writer.apply(kept, changes, position, now_us)
             self._advance_reached(position.source, position.commit_lsn)
             count += changes.facts.count
         if idle:

@@ -146,7 +146,7 @@ class TableSetup:
                 f"lake table {name} has no position of source {schema.source}; "
                 "rebuild it with --rebootstrap, or choose another --lake directory"
             )
-        table.require_not_restored()
+        table.require_unchanged()
         require_same_options(schema, table.columns, self._options)
         bounds = self._nats.run(lambda client: client.log().bounds())
         progress = self._nats.run(lambda client: client.progress(schema.source))

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pyspark import StorageLevel
+from pyspark.errors import PySparkException
 from pyspark.sql import functions as fn
 
 from consumer_sdk.wire.subjects import table_token
 from spark_consumer.changes.change_rows import GONE, KEEP, NET, changes_schema
-from spark_consumer.changes.fold import fold_bag, fold_keyed
+from spark_consumer.changes.fold import fold_bag, fold_keyed, missing_row
+from spark_consumer.errors import MissingRowError
 from spark_consumer.lake.column_mapping import spark_schema, spark_type
 from spark_consumer.lake.lake_table import BagPlan, MergePlan
 from spark_consumer.lake.table_definition import DELETED, SYNCED_AT, lake_columns
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 _SMALL_BATCH = 50_000
 _COPIES = "_copies"
+_INCOMPLETE = "_incomplete"
+_RAISED_BY_QUERY = "USER_RAISED_EXCEPTION"
+"""Spark's error condition of `raise_error`."""
 
 
 @dataclass
@@ -66,13 +71,21 @@ class TableWriter:
     def apply(
         self, kept: KeptTable, staged: StagedChanges, position: LakePosition, now_us: int
     ) -> None:
-        """Commit the staged changes of one table, together with `position`."""
-        if not staged.facts.count:
-            kept.table.advance(position)
-        elif kept.definition.is_bag:
-            self._apply_bag(kept, staged, position, now_us)
-        else:
-            self._apply_keyed(kept, staged, position, now_us)
+        """Commit the staged changes of one table, together with `position`.
+
+        MissingRowError, and no commit, if the table lacks a row that a change refers to.
+        """
+        try:
+            if not staged.facts.count:
+                kept.table.advance(position)
+            elif kept.definition.is_bag:
+                self._apply_bag(kept, staged, position, now_us)
+            else:
+                self._apply_keyed(kept, staged, position, now_us)
+        except PySparkException as error:
+            if error.getCondition() != _RAISED_BY_QUERY:
+                raise
+            raise MissingRowError(kept.name) from error
         kept.position = position
 
     def rewrite(self, kept: KeptTable, definition: TableDefinition) -> None:
@@ -163,6 +176,7 @@ class TableWriter:
                 for name, flag in flags.items()
             ),
             *([] if soft else [fn.col(DELETED).alias(GONE)]),
+            *([_is_incomplete().alias(_INCOMPLETE)] if staged.facts.unchanged else []),
             *self._own(fn.col(DELETED), now_us),
         )
         plan = MergePlan(
@@ -170,6 +184,7 @@ class TableWriter:
             columns=self._staged_names(kept.definition),
             keepable=flags,
             deleted=None if soft else GONE,
+            incomplete=_INCOMPLETE if staged.facts.unchanged else None,
         )
         kept.table.merge(rows, plan, position)
 
@@ -184,6 +199,8 @@ class TableWriter:
         """Replace the table after a TRUNCATE with the rows that came later."""
         names = kept.definition.plain_names.values()
         soft = self._options.soft_deletes
+        first = fn.when(_is_incomplete(), missing_row().cast(folded.schema[key[0]].dataType))
+        folded = folded.withColumn(key[0], first.otherwise(fn.col(key[0])))
         live = folded if soft else folded.where(~fn.col(DELETED))
         rows = live.select(*names, *self._own(fn.col(DELETED), now_us))
         if soft:
@@ -207,6 +224,8 @@ class TableWriter:
                 gone = _copies(net, names, GONE)
                 rows = rows.unionByName(gone.select(*names, *self._own(fn.lit(True), now_us)))
             if staged.facts.truncated_at is not None:
+                if not net.where(fn.col(NET) < 0).isEmpty():
+                    raise MissingRowError(kept.name)
                 if soft:
                     ended = self._all_deleted(kept, now_us)
                     rows = rows.unionByName(ended.select(*rows.columns))
@@ -222,6 +241,11 @@ class TableWriter:
             kept.table.merge_bag(rows, removed, plan, position)
         finally:
             net.unpersist()
+
+
+def _is_incomplete() -> Column:
+    """Whether a folded row lives on with values that only the table has."""
+    return ~fn.col(DELETED) & fn.col(KEEP).isNotNull()
 
 
 def _copies(rows: DataFrame, names: Sequence[str], count: str) -> DataFrame:

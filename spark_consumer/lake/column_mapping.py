@@ -12,6 +12,7 @@ import pyarrow as pa
 from consumer_sdk.wire import arrow_types
 
 if TYPE_CHECKING:
+    from pyspark.sql import Column as SparkColumn
     from pyspark.sql.types import DataType, StructType
 
     from consumer_sdk.wire.column_types import Column
@@ -128,4 +129,17 @@ def spark_schema(schema: pa.Schema) -> StructType:
 
     return spark.StructType(
         [spark.StructField(field.name, spark_type(field.type)) for field in schema]
+    )
+
+
+def exact(value: SparkColumn, type_: DataType) -> SparkColumn:
+    """A value that equals another one only if both are the same, in groups and joins as well.
+
+    Spark takes -0.0 for 0.0 there, and writes 0.0; as text they differ.
+    """
+    from pyspark.sql import types as spark
+
+    element = type_.elementType if isinstance(type_, spark.ArrayType) else type_
+    return (
+        value.cast("string") if isinstance(element, (spark.FloatType, spark.DoubleType)) else value
     )

@@ -7,7 +7,6 @@ commit metadata. https://github.com/delta-io/delta/blob/master/PROTOCOL.md#trans
 from __future__ import annotations
 
 import json
-import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,8 +16,10 @@ from deltalake import CommitProperties, DeltaTable, Schema, Transaction, WriterP
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
-from consumer_sdk.transport.logfmt import event
-from spark_consumer.errors import LakeConflictError, LakeError
+from consumer_sdk.transport.holds import hold
+from spark_consumer.errors import LakeConflictError, LakeError, MissingRowError
+from spark_consumer.lake.delta_commits import APP_PREFIX, deletion_vectors, find_change
+from spark_consumer.lake.delta_merge import INCOMPLETE, CountedRows, MergeStatement
 from spark_consumer.lake.lake_table import LakePosition
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from spark_consumer.lake.lake_table import MergePlan
     from spark_consumer.lake.parquet_files import DataFile
-
-logger = logging.getLogger(__name__)
 
 _FACTS: Final = (
     "epoch",
@@ -38,7 +37,9 @@ _FACTS: Final = (
     "schema_version",
 )
 _METADATA_KEY: Final = "tailrace"
-_HARMLESS: Final = frozenset({"OPTIMIZE", "VACUUM START", "VACUUM END", "ADD COLUMN", "FSCK"})
+# A commit fails if another one came first. deltalake would retry on top of the other one; if that
+# was an OPTIMIZE, its files would keep the rows that this commit replaces.
+_RETRIES: Final = 0
 _SMALL_FILES: Final = 24
 _ROW_GROUP_BYTES: Final = 8 * 1024 * 1024
 _ROW_GROUP_ROWS: Final = (10_000, 1_000_000)
@@ -51,15 +52,22 @@ _VACUUMED: Final = "_vacuumed"
 class DeltaLog:
     """The log of one Delta table, written by this job alone; each writing call is one commit.
 
-    LakeConflictError if another writer committed first; then nothing was written.
+    LakeConflictError if another writer committed first; then nothing was written. LakeError if
+    another writer has changed the rows or the columns since the last commit of this job.
     """
 
     def __init__(self, root: str, name: str) -> None:
         self.root = root
-        self._name = name
+        self.name = name
         self._table = DeltaTable(root)
-        self._checked_version: int | None = None
-        """The table was not restored up to this version; None before the first check."""
+        own = self._last_own_version()
+        if own is None:
+            raise LakeError(
+                f"{root} holds another table ({self._table.metadata().name or 'unnamed'}), not "
+                f"{name} as written by this job; choose another --lake directory"
+            )
+        self._checked_version = own
+        """No other writer has changed the table up to this version."""
         # The full count, so that a short run compacts too.
         self._commits = _MAINTAIN_EVERY
 
@@ -79,16 +87,9 @@ class DeltaLog:
                 )
             return None
         try:
-            found = cls(root, name)
-            metadata = found._table.metadata()
+            return cls(root, name)
         except (DeltaError, OSError) as error:
             raise LakeError(f"lake table {root} cannot be read: {_line(error)}") from error
-        if metadata.description != _description(name):
-            raise LakeError(
-                f"{root} holds another table ({metadata.name or 'unnamed'}), not {name} as written "
-                "by this job; choose another --lake directory"
-            )
-        return found
 
     @classmethod
     def create(
@@ -109,7 +110,7 @@ class DeltaLog:
                 mode="error",
                 name=name,
                 description=_description(name),
-                commit_properties=_properties(position),
+                commit_properties=_properties(name, 0, position),
             )
         except (DeltaError, OSError) as error:
             raise LakeError(f"lake table {root} cannot be created: {_line(error)}") from error
@@ -132,46 +133,49 @@ class DeltaLog:
             return None
         return LakePosition(source=source, **{key: int(value or 0) for key, value in facts.items()})
 
-    def require_not_restored(self) -> None:
-        """Raise LakeError if the table was restored since this job's last commit.
-
-        A RESTORE takes back the rows, but not the position.
-        """
+    def require_unchanged(self) -> None:
+        """Read the newest version; LakeError if another writer has changed rows or columns."""
         self._table.update_incremental()
-        newest, checked = self.version, self._checked_version
-        if newest == checked:
-            return
-        limit = 16
-        while True:
-            history = self._table.history(limit)
-            for commit in history:
-                is_checked = checked is not None and int(commit["version"]) <= checked
-                if is_checked or _METADATA_KEY in commit:
-                    self._checked_version = newest
-                    return
-                operation = str(commit.get("operation", ""))
-                if operation == "RESTORE":
-                    raise LakeError(
-                        f"lake table {self._name} was restored to an earlier state "
-                        f"(version {commit['version']}); its rows are behind its position: restore "
-                        "it to the previous version, or rebuild it with --rebootstrap"
-                    )
-                if operation not in _HARMLESS:
-                    event(
-                        logger,
-                        "lake table changed by another writer",
-                        level=logging.WARNING,
-                        table=self._name,
-                        operation=operation,
-                    )
-            if len(history) < limit:
-                self._checked_version = newest
-                return
-            limit *= 4
+        self._check_foreign_commits()
+
+    def _check_foreign_commits(self) -> None:
+        found = find_change(self.root, self._checked_version, self.version)
+        if found is not None:
+            raise LakeError(
+                f"lake table {self.name} was changed by another writer (version {found.version}, "
+                f"{found.operation}), so its rows are not those of its position: "
+                f"restore it to version {found.version - 1}, or rebuild it with --rebootstrap"
+            )
+        self._checked_version = self.version
+
+    def _last_own_version(self) -> int | None:
+        """The version of this job's newest commit, None if the table is not of this job.
+
+        Tables of earlier releases are recognised by their description or name.
+        """
+        version = self._table.transaction_version(_table_app_id(self.name))
+        if version is not None:
+            return int(version)
+        own = [int(one["version"]) for one in self._table.history() if _METADATA_KEY in one]
+        metadata = self._table.metadata()
+        described = metadata.description == _description(self.name)
+        if not described and not (own and metadata.name == self.name):
+            return None
+        return max(own, default=0)
 
     def data_files(self) -> list[str]:
-        """The absolute paths of the data files of the newest version."""
+        """The absolute paths of the data files of the newest version, which hold its rows only."""
+        if deletion_vectors(self._table):
+            raise LakeError(
+                f"lake table {self.name} has deletion vectors, which this job does not write; "
+                "rebuild it with --rebootstrap"
+            )
         return [str(uri).removeprefix("file://") for uri in self._table.file_uris()]
+
+    def load(self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition) -> None:
+        """Replace the whole table with these files, whatever other writers have done to it."""
+        self._checked_version = self.version
+        self.replace(files, columns, position)
 
     def replace(
         self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition
@@ -182,7 +186,7 @@ class DeltaLog:
                 _adds(files),
                 mode="overwrite",
                 schema=Schema.from_arrow(columns),
-                commit_properties=_properties(position),
+                commit_properties=self._properties(position),
             )
         )
 
@@ -198,7 +202,7 @@ class DeltaLog:
                 [*removals, *_adds(files)],
                 mode="append",
                 schema=self._table.schema(),
-                commit_properties=_properties(position),
+                commit_properties=self._properties(position),
             )
         )
 
@@ -206,44 +210,69 @@ class DeltaLog:
         """Commit the position without any rows."""
         self.exchange((), (), position)
 
-    def merge(self, rows: pa.RecordBatchReader, plan: MergePlan, position: LakePosition) -> None:
-        """MERGE the rows; the position is committed even if they change nothing."""
-        staged = {name: f"s.{_quoted(source)}" for name, source in plan.columns.items()}
-        on = " AND ".join(f"t.{_quoted(name)} = {staged[name]}" for name in plan.key)
-        # If all columns are in the key, there is nothing else to update: the key is set to itself.
-        settable = [name for name in staged if name not in plan.key] or list(plan.key)
-        updates = {_quoted(name): staged[name] for name in settable}
-        for name, flag in plan.keepable.items():
-            keep = f"CASE WHEN s.{_quoted(flag)} THEN t.{_quoted(name)} ELSE {staged[name]} END"
-            updates[_quoted(name)] = keep
-        inserts = {_quoted(name): value for name, value in staged.items()}
-        deleted = None if plan.deleted is None else f"s.{_quoted(plan.deleted)}"
+    def merge(
+        self, rows: pa.RecordBatchReader, row_count: int, plan: MergePlan, position: LakePosition
+    ) -> None:
+        """MERGE the rows; the position is committed even if they change nothing.
+
+        LakeError, and a table as before, if `rows` are not `row_count` or if the table lacks an
+        incomplete one.
+        """
+        statement = MergeStatement(plan)
+        source = CountedRows(rows, row_count)
+        before = self.version
+        earlier = self.position(position.source)
+        merged = 0
 
         def run() -> None:
+            nonlocal merged
             merger = self._table.merge(
-                rows,
-                predicate=on,
+                source.reader(),
+                predicate=statement.on,
                 source_alias="s",
                 target_alias="t",
                 streamed_exec=True,
                 writer_properties=self._writer_properties(),
-                commit_properties=_properties(position),
+                commit_properties=self._properties(position),
             )
-            if deleted is not None:
-                merger = merger.when_matched_delete(predicate=deleted)
-            merger = merger.when_matched_update(updates)
-            unless = None if deleted is None else f"NOT {deleted}"
-            merger.when_not_matched_insert(inserts, predicate=unless).execute()
+            if statement.deleted is not None:
+                merger = merger.when_matched_delete(predicate=statement.deleted)
+            merger = merger.when_matched_update(statement.updates)
+            unless = None if statement.deleted is None else f"NOT {statement.deleted}"
+            metrics = merger.when_not_matched_insert(statement.inserts, predicate=unless).execute()
+            merged = int(metrics["num_source_rows"])
 
-        self._commit(run)
+        try:
+            self._commit(run)
+        except LakeError as error:
+            if source.count not in (None, row_count):
+                raise self._lost_rows(row_count, source.count) from error
+            if INCOMPLETE in str(error):
+                raise MissingRowError(self.name) from error
+            raise
+        if merged != row_count:
+            if earlier is not None and self.position(position.source) == position:
+                # Rows and position go back together, so that the next run merges all rows.
+                again = self._properties(earlier)
+                self._commit(lambda: self._table.restore(before, commit_properties=again))
+            raise self._lost_rows(row_count, merged)
         if self.position(position.source) != position:
             self.advance(position)
+
+    def _lost_rows(self, staged: int, merged: int | None) -> LakeError:
+        return LakeError(
+            f"{staged} rows were staged for lake table {self.name}, but {merged} reached the "
+            "MERGE, so it was not done; check the disk of the lake and start the job again"
+        )
 
     def add_columns(self, columns: Sequence[pa.Field], position: LakePosition) -> None:
         """Append columns."""
         fields = Schema.from_arrow(pa.schema(columns)).fields
-        properties = _properties(position)
-        self._commit(lambda: self._table.alter.add_columns(fields, commit_properties=properties))
+        self._commit(
+            lambda: self._table.alter.add_columns(
+                fields, commit_properties=self._properties(position)
+            )
+        )
 
     def maintain(self) -> None:
         """Compact after many small commits, and delete files that no retained version needs."""
@@ -252,7 +281,12 @@ class DeltaLog:
         self._commits = 0
         if len(self._table.file_uris()) > _SMALL_FILES:
             writing = self._writer_properties()
-            self._commit(lambda: self._table.optimize.compact(writer_properties=writing))
+            self._commit(
+                lambda: self._table.optimize.compact(
+                    writer_properties=writing,
+                    commit_properties=CommitProperties(max_commit_retries=_RETRIES),
+                )
+            )
         if self._vacuum_is_due():
             # A full vacuum, because no commit lists the files of loads that were killed.
             self._commit(lambda: self._table.vacuum(dry_run=False, full=True))
@@ -280,18 +314,29 @@ class DeltaLog:
         mark.touch()
         return age is not None
 
+    def _properties(self, position: LakePosition) -> CommitProperties:
+        return _properties(self.name, self.version + 1, position)
+
     def _commit(self, write: Callable[[], object]) -> None:
+        """Commit on top of the version that was read, and check what others committed after it."""
+        if self.version != self._checked_version:
+            self._check_foreign_commits()
+        hold("lake-before-commit")
         try:
             write()
         except CommitFailedError as error:
             raise LakeConflictError(
-                f"lake table {self._name} is being written by another process: {_line(error)}"
+                f"lake table {self.name} is being written by another process: {_line(error)}"
             ) from error
         except (DeltaError, OSError) as error:
-            raise LakeError(f"lake table {self._name} cannot be written: {_line(error)}") from error
-        self._table.update_incremental()
-        self._checked_version = self.version
+            raise LakeError(f"lake table {self.name} cannot be written: {_line(error)}") from error
+        hold("lake-after-commit")
         self._commits += 1
+        self._table.update_incremental()
+        # A MERGE that changes nothing commits nothing: then the next version is of another writer.
+        if self._last_own_version() == self._checked_version + 1:
+            self._checked_version += 1
+        self._check_foreign_commits()
 
 
 def _is_leftover(path: Path) -> bool:
@@ -306,22 +351,22 @@ def _description(name: str) -> str:
 
 
 def _app_id(source: str, fact: str) -> str:
-    return f"tailrace/{source}/{fact}"
+    return f"{APP_PREFIX}{source}/{fact}"
 
 
-def _properties(position: LakePosition) -> CommitProperties:
-    """The position as `txn` actions and metadata; the commit fails if another one came first.
+def _table_app_id(name: str) -> str:
+    """Of the `txn` action whose version is that of this job's newest commit to the table."""
+    return f"{APP_PREFIX}table:{name}"
 
-    By default deltalake would retry on top of the other commit. If that was an OPTIMIZE, its files
-    would keep the rows that this commit replaces.
-    """
+
+def _properties(name: str, version: int, position: LakePosition) -> CommitProperties:
+    """The position as `txn` actions and metadata, for a commit that becomes `version` or fails."""
     facts = {fact: getattr(position, fact) for fact in _FACTS}
+    positions = [Transaction(_app_id(position.source, fact), facts[fact]) for fact in _FACTS]
     return CommitProperties(
-        max_commit_retries=0,
+        max_commit_retries=_RETRIES,
         custom_metadata={_METADATA_KEY: json.dumps({"source": position.source, **facts})},
-        app_transactions=[
-            Transaction(_app_id(position.source, fact), value) for fact, value in facts.items()
-        ],
+        app_transactions=[Transaction(_table_app_id(name), version), *positions],
     )
 
 
@@ -343,10 +388,6 @@ def _plain_type(type_: pa.DataType) -> pa.DataType:
     if pa.types.is_large_binary(type_) or pa.types.is_binary_view(type_):
         return pa.binary()
     return type_
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _line(error: Exception) -> str:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.dataset as pads
-from pyspark.sql import Window
+from pyspark.sql import Observation, Window
 from pyspark.sql import functions as fn
 
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.wire.subjects import format_table_name, table_token
-from spark_consumer.lake.column_mapping import spark_schema
+from spark_consumer.errors import MissingRowError
+from spark_consumer.lake.column_mapping import exact, spark_schema
 from spark_consumer.lake.delta_log import DeltaLog
 from spark_consumer.lake.directory import staging_directory
 from spark_consumer.lake.parquet_files import DataFile, write_files
@@ -26,11 +27,13 @@ from spark_consumer.lake.parquet_files import DataFile, write_files
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
     from spark_consumer.lake.lake_table import BagPlan, LakePosition, MergePlan
 
 _FILE = "_file"
+_IDENTITY = "_identity"
+_LIVE = "_live"
 
 
 class EmbeddedDeltaTable:
@@ -51,14 +54,14 @@ class EmbeddedDeltaTable:
     def position(self, source: str) -> LakePosition | None:
         return self.log.position(source)
 
-    def require_not_restored(self) -> None:
-        self.log.require_not_restored()
+    def require_unchanged(self) -> None:
+        self.log.require_unchanged()
 
     def rows(self, spark: SparkSession, names: Mapping[str, str]) -> DataFrame:
         return self._frame(spark, names, self.log.data_files()).drop(_FILE)
 
     def load(self, files: Sequence[DataFile], columns: pa.Schema, position: LakePosition) -> None:
-        self.log.replace(files, columns, position)
+        self.log.load(files, columns, position)
 
     def replace(self, rows: DataFrame, columns: pa.Schema, position: LakePosition) -> None:
         files = self._write(rows, columns)
@@ -68,22 +71,27 @@ class EmbeddedDeltaTable:
     def merge(self, rows: DataFrame, plan: MergePlan, position: LakePosition) -> None:
         directory = f"{self._staging}/merge-{uuid.uuid4().hex}"
         try:
-            rows.write.parquet(directory)
+            counted = Observation()
+            rows.observe(counted, fn.count(fn.lit(1)).alias("rows")).write.parquet(directory)
             hold("spark-before-commit")
-            self.log.merge(_reader(directory), plan, position)
+            self.log.merge(_reader(directory), int(counted.get["rows"]), plan, position)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
     def merge_bag(
         self, added: DataFrame, removed: DataFrame, plan: BagPlan, position: LakePosition
     ) -> None:
-        touched = self._files_with(removed, plan)
+        wanted = removed.agg(fn.sum(plan.copies)).collect()[0][0] or 0
+        touched = self._files_with(removed, plan) if wanted else []
+        found = Observation()
         if touched:
-            rest = self._without(removed, plan, touched)
+            rest = self._without(removed, plan, touched, found)
             added = added.unionByName(rest.select(*added.columns))
         # Without those that another writer has added meanwhile.
         columns = pa.schema([one for one in self.columns if one.name in plan.columns])
         files = self._write(added.select(*(plan.columns[name] for name in columns.names)), columns)
+        if wanted != (found.get["rows"] if touched else 0):
+            raise MissingRowError(self.log.name)
         hold("spark-before-commit")
         self.log.exchange(touched, files, position)
 
@@ -119,29 +127,33 @@ class EmbeddedDeltaTable:
     def _files_with(self, removed: DataFrame, plan: BagPlan) -> list[str]:
         """The data files that hold copies of the rows to remove."""
         files = self.log.data_files()
-        if removed.isEmpty() or not files:
+        if not files:
             return []
         rows = self._frame(removed.sparkSession, plan.columns, files)
         if plan.deleted is not None:
             rows = rows.where(~fn.col(plan.deleted))
-        matches = _same_values(rows, removed, plan.values)
-        found = rows.join(removed, matches, "left_semi").select(_FILE).distinct().collect()
+        rows, gone = _with_identity(rows, plan.values), _with_identity(removed, plan.values)
+        found = rows.join(gone, _IDENTITY, "left_semi").select(_FILE).distinct().collect()
         names = {Path(row[_FILE]).name for row in found}
         return [path for path in files if Path(path).name in names]
 
-    def _without(self, removed: DataFrame, plan: BagPlan, files: Sequence[str]) -> DataFrame:
-        """The rows of the given files, without the copies to remove."""
+    def _without(
+        self, removed: DataFrame, plan: BagPlan, files: Sequence[str], found: Observation
+    ) -> DataFrame:
+        """The rows of the given files without the copies to remove, which `found` counts."""
         rows = self._frame(removed.sparkSession, plan.columns, files)
-        alike = [*plan.values, *([] if plan.deleted is None else [plan.deleted])]
-        among = Window.partitionBy(*alike).orderBy(fn.lit(0))
+        names = rows.columns
+        live = fn.lit(True) if plan.deleted is None else ~fn.col(plan.deleted)
+        rows = _with_identity(rows, plan.values).withColumn(_LIVE, live)
+        among = Window.partitionBy(_IDENTITY, _LIVE).orderBy(fn.lit(0))
         numbered = rows.withColumn("_copy", fn.row_number().over(among))
-        matches = _same_values(numbered, removed, plan.values)
-        if plan.deleted is not None:
-            matches = matches & ~numbered[plan.deleted]
-        joined = numbered.join(removed, matches, "left")
-        copies = fn.col(plan.copies)
-        remaining = joined.where(copies.isNull() | (fn.col("_copy") > copies))
-        return remaining.select(*(numbered[name] for name in rows.columns))
+        gone = _with_identity(removed, plan.values).select(_IDENTITY, plan.copies)
+        joined = numbered.join(gone, _IDENTITY, "left")
+        goes = fn.coalesce(fn.col(_LIVE) & (fn.col("_copy") <= fn.col(plan.copies)), fn.lit(False))
+        counted = joined.withColumn("_goes", goes).observe(
+            found, fn.count_if("_goes").alias("rows")
+        )
+        return counted.where(~fn.col("_goes")).select(*names)
 
 
 class EmbeddedDeltaLake:
@@ -175,11 +187,12 @@ class EmbeddedDeltaLake:
         return EmbeddedDeltaTable(log, staging_directory(self.directory))
 
 
-def _same_values(left: DataFrame, right: DataFrame, names: Sequence[str]) -> Column:
-    condition = fn.lit(True)
-    for name in names:
-        condition = condition & left[name].eqNullSafe(right[name])
-    return condition
+def _with_identity(rows: DataFrame, names: Sequence[str]) -> DataFrame:
+    """The rows with all their values as one, which is equal exactly for equal copies."""
+    types = rows.schema
+    return rows.withColumn(
+        _IDENTITY, fn.struct(*(exact(fn.col(name), types[name].dataType) for name in names))
+    )
 
 
 def _quoted(name: str) -> str:

@@ -56,13 +56,14 @@ class MergePlan:
 
     `columns` maps the table's columns to those of the rows. `keepable` maps some of them to a flag
     in the rows that means "keep the table's value". `deleted` is the flag of rows to delete, or
-    None.
+    None; `incomplete` that of rows which the table must have, as they do not carry all values.
     """
 
     key: tuple[str, ...]
     columns: dict[str, str]
     keepable: dict[str, str]
     deleted: str | None
+    incomplete: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class LakeTable(Protocol):
     def position(self, source: str) -> LakePosition | None:
         """The table's position in the history of a source, None if it has none."""
 
-    def require_not_restored(self) -> None:
-        """Raise LakeError if the table was restored since this job's last commit."""
+    def require_unchanged(self) -> None:
+        """Read the newest version; LakeError if another writer has changed rows or columns."""
 
     def rows(self, spark: SparkSession, names: Mapping[str, str]) -> DataFrame:
         """The rows of the newest version; `names` maps columns to their names in the result."""
@@ -110,12 +111,15 @@ class LakeTable(Protocol):
         """Replace the whole table with these rows and columns."""
 
     def merge(self, rows: DataFrame, plan: MergePlan, position: LakePosition) -> None:
-        """Insert, update and delete by key."""
+        """Insert, update and delete by key; LakeError unless all rows were merged."""
 
     def merge_bag(
         self, added: DataFrame, removed: DataFrame, plan: BagPlan, position: LakePosition
     ) -> None:
-        """Remove copies of rows from a table without a key, and add rows."""
+        """Remove copies of rows from a table without a key, and add rows.
+
+        LakeError if the table does not have the copies to remove.
+        """
 
     def advance(self, position: LakePosition) -> None:
         """Commit the position without any rows."""

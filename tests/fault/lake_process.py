@@ -51,7 +51,7 @@ class LakeProcess:
                 sys.executable, "-m", "spark_consumer", "--tables", ",".join(self.tables),
                 "--lake", self.lake, "--prefix", self._prefix, "--trigger", "500ms",
                 "--rebootstrap", "--master", MASTER, "--conf", "spark.ui.enabled=false",
-                "--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1",
+                "--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
             ],
             log_path=self._directory / f"lake-{self._launched}.log",
             stop_signal=signal.SIGKILL,

@@ -28,13 +28,16 @@ if TYPE_CHECKING:
     from bridge.embedded import NatsServer
 
 
+QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+"""For short jobs: a second compiler and a parallel collector would cost more than they earn."""
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """The session, as `spark-consumer` opens it, without its web page."""
     options = {
         "spark.ui.enabled": "false",
-        # Short jobs only: the second compiler would never earn back what it costs.
-        "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+        "spark.driver.extraJavaOptions": QUICK_JAVA,
     }
     # Spark's Python processes have the environment that Java started with.
     with pytest.MonkeyPatch.context() as environment:

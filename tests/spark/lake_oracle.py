@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pyarrow as pa
 from deltalake import DeltaTable
+from deltalake.exceptions import TableNotFoundError
 from psycopg import sql
 
 from consumer_sdk.wire.subjects import parse_table_name
 from spark_consumer.lake.embedded import EmbeddedDeltaLake
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 Rows = list[tuple[Any, ...]]
 
@@ -81,6 +83,30 @@ def assert_same_rows(dsn: str, lake: Path, *tables: str) -> None:
                 f"{table}: {extra.total()} rows only in the lake, "
                 f"{missing.total()} only in the source\n{shown}"
             )
+
+
+def same_rows(dsn: str, lake: Path, *tables: str) -> Callable[[], bool]:
+    """Whether lake and source hold the same, to wait for while nobody writes to the source.
+
+    They are compared only after a new commit: comparing takes the time that the job needs.
+    """
+    compared: list[str] = []
+
+    def same() -> bool:
+        nonlocal compared
+        roots = [EmbeddedDeltaLake(str(lake)).table_root(*parse_table_name(one)) for one in tables]
+        commits = [str(one) for root in roots for one in Path(root).glob("_delta_log/*.json")]
+        if sorted(commits) == compared or not all(Path(root).exists() for root in roots):
+            return False
+        try:
+            assert_same_rows(dsn, lake, *tables)
+        except (AssertionError, TableNotFoundError, psycopg.Error):
+            # Not there yet, or without the newest column, or without the newest rows.
+            compared = sorted(commits)
+            return False
+        return True
+
+    return same
 
 
 def _short(row: tuple[str, ...]) -> str:

@@ -14,6 +14,7 @@ from bridge.embedded import LOOPBACK, GuardedProcess, free_port
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.canaries import children_of, read_process
 from tests.fixtures.waiting import wait_until
+from tests.spark.conftest import QUICK_JAVA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,7 @@ def test_the_job_shows_no_secret_and_no_row_value_anywhere(
         [sys.executable, "-m", "spark_consumer", "--tables", "t", "--lake", str(tmp_path / "lake"),
          "--prefix", prefix, "--log-level", "debug", "--trigger", "200ms", "--master", "local[2]",
          "--conf", f"spark.ui.port={port}",
-         "--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"],
+         "--conf", f"spark.driver.extraJavaOptions={QUICK_JAVA}"],
         log_path=tmp_path / "spark.log",
         stop_signal=signal.SIGKILL,
         environment=clean_environment(NATS_URL=canary_deployment.nats_url),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -162,3 +163,43 @@ def test_a_table_without_key_keeps_each_of_its_equal_rows(spark: SparkSession, s
     start = base if facts.truncated_at is None else base.limit(0)
     result = apply_bag(start, fold_bag(frame, BAG.names, facts), BAG.names)
     assert rows_of(result) == sorted(history.rows, key=repr)
+
+
+FLOATS = (
+    st.StructType()
+    .add("single", st.FloatType())
+    .add("double", st.DoubleType())
+    .add("many", st.ArrayType(st.DoubleType()))
+)
+
+
+def test_zeros_of_both_signs_are_distinct_rows_of_a_table_without_key(spark: SparkSession) -> None:
+    rows = [
+        (-0.0, -0.0, [-0.0, None]),
+        (0.0, -0.0, [-0.0, None]),
+        (0.0, 0.0, [0.0, None]),
+        (0.0, 0.0, [-0.0, None]),
+        (nan, nan, [nan]),
+        (None, None, None),
+    ]
+    schema = change_schema(FLOATS, FLOATS.names)
+    changes = [(1, seq, "insert", None, None, *row) for seq, row in enumerate(rows)]
+    changes += [(2, seq, "insert", None, None, *row) for seq, row in enumerate(rows[:2])]
+    changes.append((3, 0, "delete", None, None, *rows[1]))
+    frame = spark.createDataFrame(changes, schema)
+    net = fold_bag(frame, FLOATS.names, facts_of(frame)).collect()
+    counted = {repr(tuple(row)[:3]): row["_net"] for row in net}
+    assert counted == {repr(row): 2 if row is rows[0] else 1 for row in rows}
+
+
+def test_a_key_of_zero_takes_the_sign_of_the_newest_change(spark: SparkSession) -> None:
+    table = st.StructType().add("id", st.DoubleType()).add("body", st.StringType())
+    changes = [
+        (1, 0, "insert", None, None, 0.0, "first"),
+        (2, 0, "update", None, None, -0.0, "second"),
+        (3, 0, "insert", None, None, nan, "third"),
+        (4, 0, "update", None, None, nan, "fourth"),
+    ]
+    frame = spark.createDataFrame(changes, change_schema(table, ["id"]))
+    folded = fold_keyed(frame, ["id"], table.names, facts_of(frame)).collect()
+    assert sorted(repr(tuple(row)[:2]) for row in folded) == ["(-0.0, 'second')", "(nan, 'fourth')"]

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from spark_consumer.errors import LakeOptionsError, UnrepresentableError
-from tests.spark.lake_oracle import assert_same_rows, lake_rows
+from spark_consumer.errors import LakeOptionsError, MissingRowError, UnrepresentableError
+from spark_consumer.lake.embedded import EmbeddedDeltaLake
+from tests.spark.lake_oracle import assert_same_rows, lake_rows, lake_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,11 @@ INSERT INTO bag VALUES
      '9999-12-31', '{}'),
     (NULL, NULL, NULL, NULL, -0.0000001, 1e-40, 5e-324, NULL, NULL, NULL, NULL)
 """
+# Equal in PostgreSQL and in Spark, but not the same.
+ZEROS = """
+INSERT INTO bag (single, double, words) VALUES ('-0', '-0', '{z}'), ('0', '-0', '{z}'),
+    ('-0', '0', '{z}'), ('0', '0', '{z}')
+"""
 
 
 def test_a_row_without_key_is_found_whichever_way_it_came(
@@ -48,9 +54,58 @@ def test_a_row_without_key_is_found_whichever_way_it_came(
     database.execute(FILL)
     jobs.once("bag")
     assert_same_rows(database.dsn, jobs.lake, "bag")
+    database.execute(ZEROS)
+    jobs.once("bag")
+    assert_same_rows(database.dsn, jobs.lake, "bag")
+    database.execute(ZEROS)
+    database.execute("UPDATE bag SET words = '{y}' WHERE words = '{z}' AND single::text = '-0'")
+    database.execute("DELETE FROM bag WHERE double::text = '-0'")
+    jobs.once("bag")
+    assert_same_rows(database.dsn, jobs.lake, "bag")
     database.execute("DELETE FROM bag")
     jobs.once("bag")
     assert lake_rows(jobs.lake, "bag") == []
+
+
+LEFT_OUT = """
+CREATE TABLE {table} (id float8 PRIMARY KEY, n int, body text);
+ALTER TABLE {table} ALTER body SET STORAGE EXTERNAL;
+INSERT INTO {table} SELECT n, n, repeat(n::text, 4000) FROM generate_series(0, 3) n
+"""
+WHOLE_ROWS = "ALTER TABLE {table} DROP CONSTRAINT {table}_pkey, REPLICA IDENTITY FULL"
+
+
+def test_a_change_of_a_row_that_the_lake_lacks_stops_the_job(
+    database: Database, bridge_process: Bridges, jobs: Jobs
+) -> None:
+    changes = {
+        "updated": "UPDATE updated SET n = 7 WHERE id = 2",
+        "moved": "UPDATE moved SET id = 9 WHERE id = 2",
+        "bag": "UPDATE bag SET n = 7 WHERE id = 2",
+    }
+    for table in changes:
+        database.execute(LEFT_OUT.format(table=table))
+    database.execute(WHOLE_ROWS.format(table="bag"))
+    database.publish(*changes)
+    bridge_process()
+    jobs.once(*changes)
+    database.execute("UPDATE updated SET id = '-0', n = 5 WHERE id = 0")
+    jobs.once(*changes)
+    assert_same_rows(database.dsn, jobs.lake, *changes)
+    for table, change in changes.items():
+        lake = EmbeddedDeltaLake(str(jobs.lake)).find("public", table)
+        assert lake is not None
+        position = lake.position(f"slot_{database.name}")
+        assert position is not None
+        lake.load([], lake.columns, position)
+        version = lake.version
+        database.execute(change)
+        with pytest.raises(MissingRowError, match=f"table {table} lacks a row") as stopped:
+            jobs.once(table)
+        assert stopped.value.exit_code == 4
+        assert lake_table(jobs.lake, table).version() == version
+        jobs.once(table, rebootstrap=True)
+        assert_same_rows(database.dsn, jobs.lake, table)
 
 
 @pytest.mark.parametrize("policy", ["null", "text"])

@@ -6,18 +6,22 @@ import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import psycopg
+import pyarrow.parquet as parquet
 import pytest
-from deltalake.exceptions import TableNotFoundError
 
 from consumer_sdk.wire.envelope import encode
-from spark_consumer.errors import SchemaChangeError, SparkConsumerError, UnrepresentableError
+from spark_consumer.errors import (
+    LakeError,
+    SchemaChangeError,
+    SparkConsumerError,
+    UnrepresentableError,
+)
 from spark_consumer.lake.embedded import EmbeddedDeltaLake
 from spark_consumer.lake.records import Manifest
 from spark_consumer.runtime.nats_thread import NatsThread
 from tests.fixtures.waiting import wait_until
 from tests.spark.conftest import Jobs
-from tests.spark.lake_oracle import assert_same_rows, lake_rows, lake_table, source_rows
+from tests.spark.lake_oracle import assert_same_rows, lake_rows, lake_table, same_rows, source_rows
 from tests.spark.workload import SCHEMA, TABLES, Workload
 
 if TYPE_CHECKING:
@@ -122,21 +126,13 @@ def test_columns_change_while_the_query_runs(
     database.publish("users")
     bridge_process()
 
-    def settled() -> bool:
-        try:
-            assert_same_rows(database.dsn, jobs.lake, "users")
-        except (AssertionError, TableNotFoundError, psycopg.Error):
-            # Not there yet, or without the newest column, or without the newest rows.
-            return False
-        return True
-
     def then(*statements: str) -> None:
         for statement in statements:
             database.execute(statement)
-        wait_until(settled, PATIENCE, statements[0])
+        wait_until(same_rows(database.dsn, jobs.lake, "users"), PATIENCE, statements[0])
 
     with jobs.following("users"):
-        wait_until(settled, PATIENCE, "bootstrap")
+        wait_until(same_rows(database.dsn, jobs.lake, "users"), PATIENCE, "bootstrap")
         then("ALTER TABLE users ADD COLUMN age int", "INSERT INTO users VALUES (21, 1, 'b', 1, 7)")
         then(
             "ALTER TABLE users ALTER COLUMN n TYPE bigint",
@@ -345,6 +341,33 @@ def test_tables_that_others_optimize_meanwhile_are_tried_again(
     jobs.once("users", "heap")
     assert min(optimized) > 1
     assert_same_rows(database.dsn, jobs.lake, "users", "heap")
+
+
+def test_a_staged_row_that_is_lost_stops_the_job(
+    database: Database, bridge_process: Bridges, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database.execute("CREATE TABLE users (id int PRIMARY KEY)")
+    database.publish("users")
+    bridge_process()
+    jobs.once("users")
+    lake_table(jobs.lake, "users").alter.set_table_description("Who they are.")
+    version = lake_table(jobs.lake, "users").version()
+
+    def lose_a_row(point: str) -> None:
+        if point == "spark-before-commit":
+            for file in (jobs.lake / "_tailrace" / "staging").glob("merge-*/*.parquet"):
+                rows = parquet.read_table(file)
+                parquet.write_table(rows.slice(1), file)
+
+    database.execute("INSERT INTO users SELECT generate_series(1, 10)")
+    with monkeypatch.context() as patched:
+        patched.setattr("spark_consumer.lake.embedded.hold", lose_a_row)
+        with pytest.raises(LakeError, match=r"10 rows were staged .* 9 reached") as stopped:
+            jobs.once("users")
+    assert stopped.value.exit_code == 4
+    assert lake_table(jobs.lake, "users").version() == version
+    jobs.once("users")
+    assert_same_rows(database.dsn, jobs.lake, "users")
 
 
 def test_a_query_that_does_not_start_is_one_line(

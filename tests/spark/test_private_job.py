@@ -12,6 +12,7 @@ import pytest
 
 from tests.fixtures.bridge_process import REPOSITORY, clean_environment
 from tests.fixtures.waiting import wait_until
+from tests.spark.conftest import QUICK_JAVA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,7 +76,7 @@ def test_a_job_runs_no_planted_module_shares_no_file_and_passes_no_secret_on(
     )
     command = [sys.executable, "-m", "spark_consumer", "--tables", "users", "--lake", str(lake)]
     command += ["--once", "--conf", "spark.ui.enabled=false"]
-    command += ["--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"]
+    command += ["--conf", f"spark.driver.extraJavaOptions={QUICK_JAVA}"]
     seen: dict[str, str] = {}
     with (tmp_path / "out").open("w") as out:
         job = subprocess.Popen(

@@ -16,8 +16,10 @@ from spark_consumer.lake.records import Manifest
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.nats import READER_ENVIRONMENT
 from tests.fixtures.waiting import wait_until
-from tests.spark.lake_oracle import assert_same_rows, lake_table
-from tests.spark.workload import SCHEMA, TABLES, Workload
+from tests.spark.conftest import QUICK_JAVA
+from tests.spark.lake_oracle import assert_same_rows, lake_table, same_rows
+from tests.spark.workload import SCHEMA, Workload
+from tests.spark.workload import TABLES as ALL_TABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,9 +35,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # A virtual machine or two start in between, which a busy computer may draw out.
 PATIENCE = 300
 
+# One with a key and one without: what happens to a process does not depend on further types.
+TABLES = ("sales.pairs", "heap")
 KILLED = 128 + signal.SIGKILL
 QUIET = ["--conf", "spark.ui.enabled=false"]
-QUICK = ["--conf", "spark.driver.extraJavaOptions=-XX:TieredStopAtLevel=1"]
+QUICK = [
+    argument
+    for role in ("driver", "executor")
+    for argument in ("--conf", f"spark.{role}.extraJavaOptions={QUICK_JAVA}")
+]
 
 
 @pytest.fixture
@@ -84,7 +92,7 @@ def test_a_driver_killed_at_any_moment_loses_and_repeats_nothing(
     holds: Path,
 ) -> None:
     database.execute(SCHEMA)
-    database.publish(*TABLES)
+    database.publish(*ALL_TABLES)
     bridge_process()
     work = Workload(seed=3)
     for point in ("spark-before-load-commit", "spark-before-commit", "spark-before-checkpoint"):
@@ -247,7 +255,7 @@ def test_a_killed_executor_of_a_cluster_is_replaced(
     holds: Path,
 ) -> None:
     database.execute(SCHEMA)
-    database.publish(*TABLES)
+    database.publish(*ALL_TABLES)
     bridge_process()
     work = Workload(seed=4)
     with database.connect() as connection:
@@ -264,14 +272,7 @@ def test_a_killed_executor_of_a_cluster_is_replaced(
         assert executors, log.read_text()
         os.kill(executors[0], signal.SIGKILL)
         held.unlink()
-
-    def same() -> bool:
-        try:
-            assert_same_rows(database.dsn, lake, *TABLES)
-        except AssertionError:
-            return False
-        return True
-
+    same = same_rows(database.dsn, lake, *TABLES)
     wait_until(lambda: same() or not process.running, PATIENCE, log.read_text)
     assert process.running, log.read_text()
     process.send_signal(signal.SIGINT)
