@@ -30,7 +30,14 @@ SELECT p.puballtables, p.pubviaroot,
                           CASE WHEN NOT pubtruncate THEN 'truncate' END], NULL),
        ARRAY(SELECT ARRAY[n.nspname::text, c.relname::text]
                FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-              WHERE p.puballtables AND c.relpersistence = 'u' AND c.relkind = 'r'
+              WHERE c.relpersistence = 'u' AND c.relkind = 'r'
+                AND (p.puballtables OR c.relispartition AND EXISTS (
+                    SELECT FROM pg_catalog.pg_partition_ancestors(c.oid) AS a
+                      JOIN pg_catalog.pg_class k ON k.oid = a.relid
+                      JOIN pg_catalog.pg_namespace s ON s.oid = k.relnamespace
+                      JOIN pg_catalog.pg_publication_tables t
+                        ON t.schemaname = s.nspname AND t.tablename = k.relname
+                     WHERE t.pubname = p.pubname))
                 AND n.nspname NOT IN ('pg_catalog', 'information_schema')
               ORDER BY 1)
   FROM pg_catalog.pg_publication p WHERE p.pubname = %s

@@ -40,6 +40,14 @@ class Case:
 
 
 CASES = [
+    Case(
+        "unlogged-table",
+        "warning",
+        "CREATE TABLE root (a int PRIMARY KEY) PARTITION BY RANGE (a);"
+        "CREATE UNLOGGED TABLE leaf PARTITION OF root FOR VALUES FROM (0) TO (9);"
+        "ALTER PUBLICATION pub SET (publish_via_partition_root = true);"
+        "ALTER PUBLICATION pub ADD TABLE root",
+    ),
     Case("publication-missing", "problem", "DROP PUBLICATION pub"),
     Case(
         "publication-empty",
