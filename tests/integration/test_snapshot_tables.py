@@ -163,6 +163,7 @@ async def test_empty_keyless_columnless_and_oddly_named_tables(
 
 
 TRICKY = [
+    "\ufeffa byte order mark in front",
     "plain",
     "comma, and ; semicolon",
     "double \"quotes\" and 'single'",
