@@ -211,7 +211,7 @@ def _slot_sync(facts: ServerFacts) -> list[Finding]:
             (
                 "primary_conninfo has no dbname",
                 (
-                    "-- add dbname=postgres, or any database of the primary, to the present value:\n"
+                    "-- add dbname=postgres, or any other database, to the present value:\n"
                     f"-- ALTER SYSTEM SET primary_conninfo = '…'; {reload}"
                 ),
             )

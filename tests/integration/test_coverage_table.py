@@ -180,6 +180,7 @@ def do(database: Database, table: str, work: Work) -> None:
                     chosen.execute(text.format(t=table))
 
 
+@pytest.mark.timeout(300)
 @versions_since(15)
 async def test_what_the_log_does_not_contain_is_announced_as_the_table_says(
     database: Database,
@@ -203,7 +204,9 @@ async def test_what_the_log_does_not_contain_is_announced_as_the_table_says(
     def run(*arguments: str) -> Any:
         return run_command("cdc", *arguments, environment={"BRIDGE_PREFIX": prefix})
 
-    mirror = ("mirror", "--all", "--into", replica, "--once")
+    # After a gap a mirror takes a new snapshot; only the other tables could hide a mistake.
+    followed = [table for table, (outcome, _) in tables.items() if outcome != GAP]
+    mirror = ("mirror", *followed, "--into", replica, "--once")
     done = run(*mirror)
     assert done.returncode == 0, done.stderr
     bridge.kill()
@@ -228,7 +231,7 @@ async def test_what_the_log_does_not_contain_is_announced_as_the_table_says(
     done = run(*mirror)
     assert done.returncode == 0, done.stderr
     unseen = [table for table, (outcome, _) in tables.items() if outcome == UNSEEN]
-    for compared in ([table for table in tables if table not in unseen], *([t] for t in unseen)):
+    for compared in ([table for table in followed if table not in unseen], *([t] for t in unseen)):
         done = run("verify", *compared, "--source", database.dsn, "--replica", replica)
         assert done.returncode == int(compared[0] in unseen), done.stdout
 
