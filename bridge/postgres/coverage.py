@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from bridge.errors import Retryable, SourceError
+from bridge.errors import SourceError
 from bridge.postgres.publication import FILTERS_VERSION
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from bridge.postgres.catalog import Catalog
     from bridge.postgres.publication import PublicationReader
@@ -68,7 +68,7 @@ GROUP BY c.oid, c.relfilenode
 
 _LEAVES = """
 SELECT r.oid::int8, c.oid::int8, c.relkind = 'r', c.relfilenode::int8, c.xmin::text::int8,
-       i.xmin::text::int8
+       i.xmin::text::int8, pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::text::int8
 FROM pg_catalog.unnest(%s::oid[]) AS r(oid)
 CROSS JOIN LATERAL pg_catalog.pg_partition_tree(r.oid) AS t
 JOIN pg_catalog.pg_class c ON c.oid = t.relid
@@ -83,23 +83,46 @@ CROSS JOIN LATERAL pg_catalog.pg_partition_ancestors(l.oid) AS a
 JOIN pg_catalog.pg_inherits i ON i.inhrelid = a.relid
 """
 
-_LEAF = """
+# CREATE TABLE … PARTITION OF inserts the columns before the row of pg_inherits, in one transaction.
+# ATTACH PARTITION replaces all columns in the command that inserts the row. So a column that is
+# older than the row proves that the partition was created as one, and had no rows before. xmin of
+# the partition's rows proves nothing: a transaction that wrote to the table before the ATTACH may
+# have a later xid than the one that attached it, and so has every subtransaction. A new table's
+# file has the number of the table.
+_UNPROVEN = """
+SELECT l.oid::int8, pg_catalog.pg_relation_size(c.oid) > 0 AND EXISTS (
+    SELECT FROM pg_catalog.pg_partition_ancestors(c.oid) AS a
+    JOIN pg_catalog.pg_inherits i ON i.inhrelid = a.relid
+    WHERE i.inhrelid = ANY(%s::oid[]) AND NOT EXISTS (
+        SELECT FROM pg_catalog.pg_attribute k
+        WHERE k.attrelid = i.inhrelid AND k.attnum > 0 AND NOT k.attisdropped AND k.xmin = i.xmin
+          AND k.cmin::text::int8 < i.cmin::text::int8
+          AND k.xmax = '0'::pg_catalog.xid AND i.xmax = '0'::pg_catalog.xid))
+FROM pg_catalog.unnest(%s::oid[]) AS l(oid)
+JOIN pg_catalog.pg_class c ON c.oid = l.oid
+"""
+
+_READABLE = """
 SELECT pg_catalog.quote_ident(n.nspname) || '.' || pg_catalog.quote_ident(c.relname),
-       pg_catalog.pg_relation_size(c.oid)
+       pg_catalog.has_table_privilege(c.oid, 'SELECT')
+       AND pg_catalog.has_schema_privilege(n.oid, 'USAGE')
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
 WHERE c.oid = %s::oid
 """
 
-# Rows inserted through the root after the partition was attached are published.
-_ATTACHED_ROWS = """
+# The limit of ctid keeps the scan short, also that of other partitions below a root. Ages are
+# comparable as long as the xid is not half of all xids away.
+_OLDER_ROW = """
 SELECT EXISTS (
-    SELECT 1 FROM ONLY {leaf} AS l
-    WHERE pg_catalog.age(l.xmin) >= (
-        SELECT pg_catalog.min(pg_catalog.age(i.xmin)) FROM pg_catalog.pg_inherits i
-        WHERE i.inhrelid IN (SELECT relid FROM pg_catalog.pg_partition_ancestors(%s))
-    )
-)
+    SELECT 1 FROM {table} AS r
+    WHERE r.tableoid = %s::oid AND r.ctid < '({blocks},0)'::pg_catalog.tid
+      AND pg_catalog.age(r.xmin) > pg_catalog.age(%s::text::pg_catalog.xid)
+) AND pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())::text::int8
+    < %s::int8 + %s::int8
 """
+_BLOCKS = 16
+_XIDS = 2**32
+_COMPARABLE_XIDS = 2**30
 
 
 @dataclass(slots=True)
@@ -133,6 +156,8 @@ class Covered:
     """The files that hold the rows of the partitions below a published root, by OID."""
     changed_by: dict[str, int] = field(default_factory=dict, compare=False)
     """The transactions that last changed the partitions; not saved."""
+    finished_xid: int = field(default=0, compare=False)
+    """All transactions below it had ended when `leaves` was read; 0 if unknown."""
     is_gone: bool = False
     """Whether the table is no longer published."""
     schema_version: int = 0
@@ -148,6 +173,7 @@ class Covered:
         """Read a saved document; TypeError or ValueError if it is not one."""
         known = {one.name for one in fields(cls)} - {"changed_by"}
         covered = cls(**{name: value for name, value in document.items() if name in known})
+        covered.finished_xid = int(covered.finished_xid)
         covered.leaves = {str(leaf): int(node) for leaf, node in covered.leaves.items()}
         covered.attached = {str(part): int(xid) for part, xid in covered.attached.items()}
         covered.shapes = {
@@ -203,8 +229,11 @@ async def read_coverage(publication: PublicationReader) -> Coverage:
     for relation_id, *digests in await catalog.rows(_COLUMNS, [list(tables)]):
         tables[relation_id].shapes = {str(digests[0]): digests[1:]}
     if roots:
-        for root, part, is_leaf, filenode, xid, attached_by in await catalog.rows(_LEAVES, [roots]):
+        for root, part, is_leaf, filenode, xid, attached_by, finished in await catalog.rows(
+            _LEAVES, [roots]
+        ):
             tables[root].attached[str(part)] = attached_by
+            tables[root].finished_xid = finished
             if is_leaf:
                 tables[root].leaves[str(part)] = filenode
                 tables[root].changed_by[str(part)] = xid
@@ -215,13 +244,35 @@ async def read_coverage(publication: PublicationReader) -> Coverage:
     return coverage
 
 
-async def has_attached_rows(catalog: Catalog, leaf: str) -> bool:
-    """Whether a partition has rows from before it was attached; True if that is unknown."""
-    try:
-        described = await catalog.rows(_LEAF, [leaf])
-        if not described or not described[0][1]:
-            return False
-        (answer,) = await catalog.rows(_ATTACHED_ROWS.format(leaf=described[0][0]), [int(leaf)])
-    except (Retryable, SourceError):
-        return True
-    return bool(answer[0])
+async def filled_partitions(
+    catalog: Catalog, leaves: Collection[str], parts: Collection[str]
+) -> set[str]:
+    """Those of the new leaves that may have rows from before they were attached.
+
+    `parts` are the new partitions, the ones with partitions of their own included.
+    """
+    found = await catalog.rows(_UNPROVEN, [list(map(int, parts)), list(map(int, leaves))])
+    return {str(leaf) for leaf, is_filled in found if is_filled}
+
+
+async def has_older_row(catalog: Catalog, root: int, leaf: str, finished_xid: int) -> bool:
+    """Whether a partition is known to have a row of a transaction below `finished_xid`.
+
+    Such a row proves that the partition was not truncated since, and that its rows were not
+    computed anew: VACUUM FULL and CLUSTER copy rows with their xmin. False if nothing is known.
+    """
+    if not finished_xid:
+        return False
+    for relation in (int(leaf), root):
+        found = await catalog.rows(_READABLE, [relation])
+        if found and found[0][1]:
+            # A percent sign would begin a parameter.
+            table = found[0][0].replace("%", "%%")
+            query = _OLDER_ROW.format(table=table, blocks=_BLOCKS)
+            oldest = [int(leaf), str(finished_xid % _XIDS), finished_xid, _COMPARABLE_XIDS]
+            try:
+                (answer,) = await catalog.rows(query, oldest)
+            except SourceError:
+                return False
+            return bool(answer[0])
+    return False

@@ -22,6 +22,7 @@ FILTERS_VERSION = 150000
 GENERATED_VERSION = 180000
 """Since 18 a publication may publish stored generated columns."""
 
+# A publication for all tables lists none, except, since version 19, those that it leaves out.
 _PUBLICATION = """
 SELECT p.puballtables, p.pubviaroot,
        pg_catalog.array_remove(ARRAY[CASE WHEN NOT pubinsert THEN 'insert' END,
@@ -30,7 +31,17 @@ SELECT p.puballtables, p.pubviaroot,
                           CASE WHEN NOT pubtruncate THEN 'truncate' END], NULL),
        ARRAY(SELECT ARRAY[n.nspname::text, c.relname::text]
                FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-              WHERE p.puballtables AND c.relpersistence = 'u' AND c.relkind = 'r'
+              WHERE c.relpersistence = 'u' AND c.relkind = 'r'
+                AND NOT (p.puballtables AND EXISTS (
+                    SELECT FROM pg_catalog.pg_publication_rel x
+                     WHERE x.prpubid = p.oid AND x.prrelid = c.oid))
+                AND (p.puballtables OR c.relispartition AND EXISTS (
+                    SELECT FROM pg_catalog.pg_partition_ancestors(c.oid) AS a
+                      JOIN pg_catalog.pg_class k ON k.oid = a.relid
+                      JOIN pg_catalog.pg_namespace s ON s.oid = k.relnamespace
+                      JOIN pg_catalog.pg_publication_tables t
+                        ON t.schemaname = s.nspname AND t.tablename = k.relname
+                     WHERE t.pubname = p.pubname))
                 AND n.nspname NOT IN ('pg_catalog', 'information_schema')
               ORDER BY 1)
   FROM pg_catalog.pg_publication p WHERE p.pubname = %s
@@ -43,7 +54,10 @@ SELECT c.oid::int8, n.nspname, c.relname, c.relkind = 'p',
            SELECT pg_catalog.bool_and(pg_catalog.has_column_privilege(c.oid, a.attnum, 'SELECT'))
              FROM pg_catalog.pg_attribute a
             WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
-              AND a.attname::text = ANY ({published})), false),
+              AND (a.attname::text = ANY ({published}) OR a.attnum IN (
+                   SELECT m[1]::int
+                     FROM pg_catalog.regexp_matches({filter_tree}, ':varattno ([0-9]+)', 'g') AS m)
+              )), false),
        pg_catalog.row_security_active(c.oid),
        {filter},
        ARRAY(SELECT DISTINCT a.attname::text

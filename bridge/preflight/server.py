@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bridge.postgres.connection import conninfo_parts
+from bridge.postgres.errors import DriverError
 from bridge.preflight.findings import Finding, ok, problem, warning
 from bridge.telemetry.wal_monitor import OpenTransaction, format_duration
 from consumer_sdk.wire.escaping import sql_identifier
@@ -36,7 +38,14 @@ SELECT pg_catalog.current_setting('server_version_num')::int,
               AND pg_catalog.pg_has_role(current_user, p.oid, 'USAGE')),
        r.rolsuper OR pg_catalog.pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'),
        EXISTS (SELECT FROM pg_catalog.pg_replication_slots WHERE slot_name = %s),
-       coalesce((SELECT active FROM pg_catalog.pg_replication_slots WHERE slot_name = %s), false)
+       coalesce((SELECT active FROM pg_catalog.pg_replication_slots WHERE slot_name = %s), false),
+       coalesce(pg_catalog.current_setting('synchronized_standby_slots', true), ''),
+       coalesce(pg_catalog.current_setting('sync_replication_slots', true), 'off') = 'on',
+       pg_catalog.current_setting('hot_standby_feedback') = 'on',
+       pg_catalog.current_setting('primary_slot_name'),
+       (SELECT setting FROM pg_catalog.pg_settings WHERE name = 'primary_conninfo'),
+       coalesce(pg_catalog.current_setting('effective_wal_level', true),
+                pg_catalog.current_setting('wal_level'))
   FROM pg_catalog.pg_roles r WHERE r.rolname = current_user
 """
 
@@ -77,6 +86,16 @@ class ServerFacts:
     sees_statistics: bool
     slot_exists: bool
     slot_active: bool
+    awaited_standbys: str
+    """synchronized_standby_slots, since version 17."""
+    syncs_slots: bool
+    """sync_replication_slots, since version 17."""
+    has_feedback: bool
+    primary_slot: str
+    primary_conninfo: str | None
+    """None if the role may not see it."""
+    effective_wal_level: str
+    """What the server writes now; since version 19 it is logical while a logical slot exists."""
 
     @property
     def major(self) -> int:
@@ -108,6 +127,7 @@ def check_server(facts: ServerFacts) -> list[Finding]:
         ok("postgres", "pg-version", f"PostgreSQL {facts.version_text}"),
         _wal_level(facts),
         *_recovery(facts),
+        *_slot_sync(facts),
         _senders(facts),
         _slots(facts),
         _wal_keep(facts),
@@ -121,6 +141,11 @@ def check_server(facts: ServerFacts) -> list[Finding]:
 def _wal_level(facts: ServerFacts) -> Finding:
     if facts.wal_level == "logical":
         return ok("postgres", "wal-level", "wal_level is logical")
+    if facts.effective_wal_level == "logical":
+        return ok("postgres", "wal-level", "wal_level is logical as long as a logical slot exists")
+    if facts.major >= 19 and facts.wal_level == "replica":
+        shown = "wal_level is replica and becomes logical with the first logical slot"
+        return ok("postgres", "wal-level", shown)
     return problem(
         "postgres",
         "wal-level",
@@ -155,6 +180,60 @@ def _recovery(facts: ServerFacts) -> list[Finding]:
             "connect to the primary: set PG_HOST or DATABASE_URL",
         )
     ]
+
+
+def _slot_sync(facts: ServerFacts) -> list[Finding]:
+    """What a standby lacks to synchronise the slot from the primary."""
+    if not facts.in_recovery or not facts.syncs_slots:
+        return []
+    reload = "SELECT pg_catalog.pg_reload_conf();"
+    missing = []
+    if not facts.has_feedback:
+        missing.append(
+            (
+                "hot_standby_feedback is off",
+                f"ALTER SYSTEM SET hot_standby_feedback = on;\n{reload}",
+            )
+        )
+    if not facts.primary_slot:
+        missing.append(
+            (
+                "primary_slot_name is not set",
+                (
+                    f"ALTER SYSTEM SET primary_slot_name = 'standby';\n{reload}\n"
+                    "-- a physical slot that exists on the primary"
+                ),
+            )
+        )
+    # The value is not repeated here, because it may contain a password.
+    if facts.primary_conninfo is not None and not _names_database(facts.primary_conninfo):
+        missing.append(
+            (
+                "primary_conninfo has no dbname",
+                (
+                    "-- add dbname=postgres, or any other database, to the present value:\n"
+                    f"-- ALTER SYSTEM SET primary_conninfo = '…'; {reload}"
+                ),
+            )
+        )
+    return [
+        problem(
+            "postgres",
+            "slot-sync",
+            f"this standby synchronises slots, but {what}",
+            "PostgreSQL then synchronises no slot, and after a failover the bridge's is missing: "
+            "new epoch and new snapshots",
+            fix,
+        )
+        for what, fix in missing
+    ]
+
+
+def _names_database(conninfo: str) -> bool:
+    try:
+        return bool(conninfo_parts(conninfo).get("dbname"))
+    except DriverError:
+        return False
 
 
 def _senders(facts: ServerFacts) -> Finding:

@@ -83,6 +83,7 @@ def check_slots(
     found = list(_own(own, name, facts, warn_bytes))
     if own is not None and facts.major >= 17:
         found += _failover(own, slots)
+    found += _awaited_standbys(own, slots, facts)
     for slot in slots:
         if slot.name != name and not slot.active and slot.retained >= warn_bytes:
             found.append(
@@ -174,6 +175,32 @@ def _failover(own: SlotFacts, slots: list[SlotFacts]) -> Iterator[Finding]:
             "-- while the bridge is stopped; the standby needs sync_replication_slots = on and "
             "hot_standby_feedback = on",
         )
+
+
+def _awaited_standbys(
+    own: SlotFacts | None, slots: list[SlotFacts], facts: ServerFacts
+) -> Iterator[Finding]:
+    """Names in synchronized_standby_slots for which PostgreSQL waits in vain."""
+    physical = {slot.name for slot in slots if slot.kind == "physical"}
+    logical = {slot.name for slot in slots if slot.kind == "logical"}
+    names = [name.strip(' "') for name in facts.awaited_standbys.split(",") if name.strip()]
+    wrong = [name for name in names if name not in physical]
+    if not wrong:
+        return
+    kept = ", ".join(name for name in names if name in physical)
+    kinds = ", ".join(
+        f"{name} ({'a logical slot' if name in logical else 'no slot'})" for name in wrong
+    )
+    finding = problem if own is not None and own.failover else warning
+    yield finding(
+        "postgres",
+        "synchronized-standby-slots",
+        f"synchronized_standby_slots names {kinds}; only physical slots of standbys belong there",
+        "PostgreSQL sends nothing from a failover slot until all of these slots have confirmed it, "
+        "so a bridge with --failover receives no change",
+        f"ALTER SYSTEM SET synchronized_standby_slots = {sql_literal(kept)};\n"
+        "SELECT pg_catalog.pg_reload_conf();",
+    )
 
 
 async def check_decoding(

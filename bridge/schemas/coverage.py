@@ -8,34 +8,39 @@ rewritten to its old type, has new values and the same description.
 The bridge therefore saves what was covered, compares it with the catalog every few seconds and
 after a start, and writes a `gap` to the stream, so that readers take a new snapshot of the table. A
 table may also change and change back between two comparisons; the transactions that last wrote the
-catalog's rows show that.
+catalog's rows show that. What is seen and what is not is a table in OPERATIONS.md.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Collection, Iterator
 
     from bridge.postgres.coverage import Coverage, Covered
 
 ABSENT = "it was out of the publication for a while"
 
 
-async def unlogged_changes(
-    known: Coverage,
-    found: Coverage,
-    *,
-    is_filled: Callable[[str], Awaitable[bool]],
-    has_truncated: Callable[[str, int], bool],
-) -> dict[str, str]:
-    """The tables with changes that the log does not contain: a reason for each token.
+class Evidence(Protocol):
+    """What is known of partitions beside the coverage."""
 
-    `is_filled` tells whether a new partition had rows when it was attached. `has_truncated` tells
-    whether the log contained a TRUNCATE of the whole table by a transaction.
-    """
+    async def is_filled(self, leaves: Collection[str], parts: Collection[str]) -> bool:
+        """Whether one of the new leaves may have had rows when a new partition was attached."""
+        ...
+
+    async def is_copied(self, before: Covered, leaf: str) -> bool:
+        """Whether a leaf is proven to have rows from before, so that they were only copied."""
+        ...
+
+    def has_truncated(self, token: str, xid: int) -> bool:
+        """Whether the log contained a TRUNCATE of the whole table by this transaction."""
+        ...
+
+
+async def unlogged_changes(known: Coverage, found: Coverage, evidence: Evidence) -> dict[str, str]:
+    """The tables with changes that the log does not contain: a reason for each token."""
     changes = {}
     for token, now in found.items():
         before = known.get(token)
@@ -43,7 +48,7 @@ async def unlogged_changes(
             continue
         reason = next(_differences(before, now), None)
         if reason is None:
-            reason = await _moved_partitions(before, now, is_filled, partial(has_truncated, token))
+            reason = await _moved_partitions(token, before, now, evidence)
         if reason is not None:
             changes[token] = reason
     return changes
@@ -91,27 +96,30 @@ def _last(covered: Covered) -> str | None:
 
 
 def rewritten(before: Covered, now: Covered) -> list[str]:
-    """The partitions whose rows are in other files than before."""
+    """The partitions whose rows are in other files than before.
+
+    A new partition is in the file that it was created with, which has its number.
+    """
     return [
         leaf
-        for leaf, filenode in before.leaves.items()
-        if now.leaves.get(leaf, filenode) != filenode
+        for leaf, filenode in now.leaves.items()
+        if before.leaves.get(leaf, int(leaf)) != filenode
     ]
 
 
 async def _moved_partitions(
-    before: Covered,
-    now: Covered,
-    is_filled: Callable[[str], Awaitable[bool]],
-    has_truncated: Callable[[int], bool],
+    token: str, before: Covered, now: Covered, evidence: Evidence
 ) -> str | None:
     if before.leaves.keys() - now.leaves.keys():
         return "a partition was detached or dropped"
     if any(before.attached.get(part, xid) != xid for part, xid in now.attached.items()):
         return "a partition was detached for a while"
-    if not all(has_truncated(now.changed_by.get(leaf, 0)) for leaf in rewritten(before, now)):
-        return "a partition was truncated or rewritten"
-    for leaf in now.leaves.keys() - before.leaves.keys():
-        if await is_filled(leaf):
-            return "a partition was attached with rows in it"
+    for leaf in rewritten(before, now):
+        if evidence.has_truncated(token, now.changed_by.get(leaf, 0)):
+            continue
+        if not await evidence.is_copied(before, leaf):
+            return "a partition was truncated or rewritten"
+    leaves = now.leaves.keys() - before.leaves.keys()
+    if leaves and await evidence.is_filled(leaves, now.attached.keys() - before.attached.keys()):
+        return "a partition was attached with rows in it"
     return None

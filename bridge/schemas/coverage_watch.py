@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import secrets
+import time
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +20,13 @@ from nats.js.errors import APIError, KeyNotFoundError
 
 from bridge.errors import Retryable, SourceError
 from bridge.jetstream.streams import api, stored_message, stream_state
-from bridge.postgres.coverage import Coverage, Covered, has_attached_rows, read_coverage
+from bridge.postgres.coverage import (
+    Coverage,
+    Covered,
+    filled_partitions,
+    has_older_row,
+    read_coverage,
+)
 from bridge.schemas.coverage import rewritten, unlogged_changes
 from consumer_sdk.transport.api import ApiError, parse_headers
 from consumer_sdk.transport.calls import ApiCall
@@ -32,9 +39,12 @@ from consumer_sdk.wire.position import parse_lsn
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from nats.aio.client import Client
     from nats.js.kv import KeyValue
 
+    from bridge.postgres.catalog import Catalog
     from bridge.postgres.publication import PublicationReader
     from bridge.schemas.tables import PublishedTables
     from bridge.source import Source
@@ -42,6 +52,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("bridge.coverage")
 
 POLL_SECONDS = 5.0
+SAVE_SECONDS = 600.0
+"""An equal coverage is saved this often, with the transactions that have ended since."""
 MOST_REASONS = 20
 MOST_GONE = 20_000
 """How many tables that left the publication are saved; the newest are kept."""
@@ -188,6 +200,20 @@ class CoverageStore:
         )
 
 
+class _Evidence:
+    """Looks into the partitions and into the log that was read."""
+
+    def __init__(self, catalog: Catalog, log: TruncationLog) -> None:
+        self._catalog = catalog
+        self.has_truncated = log.has_truncated
+
+    async def is_filled(self, leaves: Collection[str], parts: Collection[str]) -> bool:
+        return bool(await filled_partitions(self._catalog, leaves, parts))
+
+    async def is_copied(self, before: Covered, leaf: str) -> bool:
+        return await has_older_row(self._catalog, before.relation_id, leaf, before.finished_xid)
+
+
 class CoverageWatch:
     """Compares the coverage with the one before, `known`, and reports gaps.
 
@@ -211,12 +237,13 @@ class CoverageWatch:
         self._store = store
         self._tables = tables
         self._writer = writer
-        self._log = log
+        self._evidence = _Evidence(publication.catalog, log)
         self._known = known.tables
         self._unfinished = known.unfinished
         self._unsure = {id(one) for one in known.unfinished}
         """Announcements of an earlier session, which may be in the stream already."""
         self._saved: Coverage | None = None
+        self._saved_at = 0.0
         self._failed_saves = 0
         self._is_failure_logged = False
 
@@ -238,12 +265,7 @@ class CoverageWatch:
             # A TRUNCATE of the whole table creates new files too, and the log contains it: wait
             # until the log has been read up to here.
             await self._writer.report(await self._position(), None)
-        changes = await unlogged_changes(
-            known,
-            found,
-            is_filled=lambda leaf: has_attached_rows(self._publication.catalog, leaf),
-            has_truncated=self._log.has_truncated,
-        )
+        changes = await unlogged_changes(known, found, self._evidence)
         gone = {
             token
             for token in known.keys() | stored
@@ -266,7 +288,7 @@ class CoverageWatch:
         if gap is not None:
             await self._note_gap(gap, found)
             await self._finish()
-        elif found != self._saved:
+        elif found != self._saved or time.monotonic() - self._saved_at > SAVE_SECONDS:
             self._known = found
             await self._save()
         else:
@@ -321,6 +343,7 @@ class CoverageWatch:
         unfinished = [one for one in self._unfinished if one is not without]
         await self._store.save(SavedCoverage(self._known, unfinished))
         self._saved = {token: Covered(**one.document) for token, one in self._known.items()}
+        self._saved_at = time.monotonic()
 
     async def _position(self) -> int:
         """The end of the log."""

@@ -18,12 +18,12 @@ from bridge.events.relations import (
     Structure,
     StructureColumn,
 )
+from bridge.events.values import ColumnType
 from consumer_sdk.wire.envelope import WIRE_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from bridge.events.values import ColumnType
     from bridge.postgres.catalog import Catalog, CatalogTable
     from bridge.source import Source
     from consumer_sdk.wire.envelope import Document
@@ -43,6 +43,22 @@ def fingerprint_of(document: Mapping[str, Any]) -> Fingerprint:
     )
 
 
+def documented_types(document: Document, types: Sequence[ColumnType]) -> list[ColumnType]:
+    """The types of a version's columns as its document resolved them.
+
+    `types` are those of the catalog, where a type may have been dropped since: its values must
+    stay what they are in the other rows of the version.
+    """
+    resolved = []
+    for column, kind in zip(document["columns"], types, strict=True):
+        base, element = column.get("base_type_oid"), column.get("element_oid")
+        if type(base) is int and type(element) is int:
+            delimiter = column.get("element_delimiter") or kind.element_delimiter
+            kind = ColumnType(kind.oid, kind.typmod, base, element, str(delimiter))
+        resolved.append(kind)
+    return resolved
+
+
 class DocumentVersion(NamedTuple):
     """Epoch and version of a schema document; the documents of one table are ordered by it."""
 
@@ -53,6 +69,12 @@ class DocumentVersion(NamedTuple):
     def of(cls, document: Document) -> Self:
         """The version of a document; numbers that are missing count as 0."""
         return cls(document.get("epoch", 0), document.get("schema_version", 0))
+
+
+def _delimiter(kind: ColumnType) -> dict[str, str]:
+    """The delimiter of an array's elements, if it is not the usual comma."""
+    is_usual = kind.element_delimiter == ","
+    return {} if is_usual else {"element_delimiter": kind.element_delimiter}
 
 
 @dataclass(slots=True)
@@ -221,6 +243,7 @@ class SchemaRegistry:
                     "is_key": described.is_key,
                     "base_type_oid": kind.base_oid,
                     "element_oid": kind.element_oid,
+                    **_delimiter(kind),
                     "backfilled": column.is_backfilled if column else None,
                     "number": column.number if column else None,
                 }

@@ -12,6 +12,7 @@ from nats.js.errors import APIError
 from bridge.errors import Retryable, SchemaOvertaken, SourceError
 from bridge.events.messages import SchemaNotice
 from bridge.events.relations import Structure, StructureColumn, VersionedStructure
+from bridge.schemas.registry import documented_types
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import table_token
@@ -75,7 +76,7 @@ class PublishedTables:
         notice = None
         if must_store or registry.needs_announcement(token, version):
             notice = SchemaNotice(token, document, must_store)
-        return VersionedStructure(structure, types, version, notice)
+        return VersionedStructure(structure, documented_types(document, types), version, notice)
 
     async def ensure_schema(self, schema: str, table: str) -> Document:
         """Store and return the document of the table as it is now in the catalog."""

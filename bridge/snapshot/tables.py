@@ -31,6 +31,12 @@ FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamesp
 WHERE n.nspname = %s AND c.relname = %s
 """
 
+MAY_READ_COLUMNS: Final = """
+SELECT coalesce(pg_catalog.bool_and(
+    pg_catalog.has_column_privilege(%s::oid, c.name, 'SELECT')), false)
+FROM pg_catalog.unnest(%s::text[]) AS c(name)
+"""
+
 COLUMNS: Final = """
 WITH RECURSIVE base(attnum, typid, typtype, typbasetype) AS (
     SELECT a.attnum, t.oid, t.typtype, t.typbasetype
@@ -137,6 +143,8 @@ class TableDescription:
     columns: tuple[CopyColumn, ...]
     row_filter: str | None
     heaps: tuple[Heap, ...]
+    by_columns: bool = False
+    """Whether the bridge may read the published columns only, so neither ctid nor LOCK TABLE."""
 
     @property
     def name(self) -> str:
@@ -191,6 +199,10 @@ async def describe_table(
     entry = await read_entry(connection, publication, schema, table)
     if entry is None:
         raise Refused(_why_not_published(name, kind, is_partition, publication))
+    by_columns = not readable
+    if by_columns:
+        cursor = await connection.execute(MAY_READ_COLUMNS, [oid, sorted(entry.columns)])
+        readable = (await cursor.fetchone() or [False])[0]
     if not readable:
         raise Refused(f"no permission to read {name}; GRANT SELECT ON {name} to the bridge's role")
     columns: list[CopyColumn] = []
@@ -222,6 +234,7 @@ async def describe_table(
         tuple(columns),
         entry.row_filter,
         tuple(heaps),
+        by_columns,
     )
     return MeasuredTable(description, tuple(sizes))
 
@@ -243,6 +256,8 @@ def _why_not_published(name: str, kind: str, is_partition: bool, publication: st
 
 def cut(table: TableDescription, sizes: Sequence[HeapSize]) -> list[Piece]:
     """Divide a table into pieces that take about the same time to copy."""
+    if table.by_columns and not table.partitioned:
+        return [Piece(0)]
     if not all(heap.readable for heap in table.heaps):
         return [Piece(None)]
     pieces = []
@@ -292,4 +307,8 @@ def copy_sql(table: TableDescription, piece: Piece) -> str:
 def lock_sql(table: TableDescription) -> str:
     """The lock that prevents ALTER and TRUNCATE; it includes all partitions of a root."""
     only = "" if table.partitioned else "ONLY "
-    return f"LOCK TABLE {only}{quote(table.schema)}.{quote(table.table)} IN ACCESS SHARE MODE"
+    name = f"{only}{quote(table.schema)}.{quote(table.table)}"
+    if table.by_columns:
+        # LOCK TABLE needs a right on the whole table; a query takes the same lock.
+        return f"SELECT {quote(table.columns[0].name)} FROM {name} LIMIT 0"  # noqa: S608
+    return f"LOCK TABLE {name} IN ACCESS SHARE MODE"

@@ -103,6 +103,19 @@ _GAUGES: tuple[tuple[str, str, Callable[[BridgeStats], float | None]], ...] = (
         lambda s: s.wal_headroom_seconds,
     ),
     (
+        "bridge_slot_spill_txns",
+        (
+            "Transactions that PostgreSQL wrote to disk while decoding, because they exceeded "
+            "logical_decoding_work_mem; since its statistics of the slot were reset"
+        ),
+        lambda s: s.slot_spill_txns,
+    ),
+    (
+        "bridge_slot_spill_bytes",
+        "Bytes that PostgreSQL wrote to disk while decoding; since its statistics were reset",
+        lambda s: s.slot_spill_bytes,
+    ),
+    (
         "bridge_wal_checked_timestamp_seconds",
         "When the slot was last read, Unix seconds",
         lambda s: s.wal_checked_at,

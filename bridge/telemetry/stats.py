@@ -147,6 +147,8 @@ class BridgeStats:
         self.slot_restart_lsn = 0
         self.retained_wal_bytes = 0
         self.safe_wal_size: int | None = None
+        self.slot_spill_txns = 0
+        self.slot_spill_bytes = 0
         self.max_slot_wal_keep_bytes: int | None = None
         self.wal_headroom_seconds: float | None = None
         self.wal_checked_at = 0.0

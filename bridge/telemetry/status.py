@@ -113,6 +113,8 @@ def _wal(stats: BridgeStats) -> dict[str, Any]:
         "safe_bytes": stats.safe_wal_size,
         "limit_bytes": stats.max_slot_wal_keep_bytes,
         "headroom_seconds": stats.wal_headroom_seconds,
+        "spill_txns": stats.slot_spill_txns,
+        "spill_bytes": stats.slot_spill_bytes,
         "warning_bytes": stats.wal_warning_bytes,
         "critical_bytes": stats.wal_critical_bytes,
         "checked_at": stats.wal_checked_at or None,

@@ -42,6 +42,8 @@ class SlotReading:
     confirmed_lsn: int
     current_lsn: int
     limit_bytes: int | None
+    spill_txns: int = 0
+    spill_bytes: int = 0
 
     @property
     def lag_bytes(self) -> int:
@@ -225,12 +227,14 @@ SELECT s.slot_name IS NOT NULL,
        coalesce(s.confirmed_flush_lsn - '0/0'::pg_lsn, 0)::bigint,
        (w.lsn - '0/0'::pg_lsn)::bigint,
        (SELECT setting::bigint * 1024 * 1024 FROM pg_catalog.pg_settings
-         WHERE name = 'max_slot_wal_keep_size' AND setting <> '-1')
+         WHERE name = 'max_slot_wal_keep_size' AND setting <> '-1'),
+       coalesce(r.spill_txns, 0), coalesce(r.spill_bytes, 0)
   FROM (SELECT CASE WHEN pg_catalog.pg_is_in_recovery()
                     THEN coalesce(pg_catalog.pg_last_wal_receive_lsn(),
                                   pg_catalog.pg_last_wal_replay_lsn())
                     ELSE pg_catalog.pg_current_wal_lsn() END AS lsn) w
   LEFT JOIN pg_catalog.pg_replication_slots s ON s.slot_name = %s
+  LEFT JOIN pg_catalog.pg_stat_replication_slots r ON r.slot_name = s.slot_name
 """
 
 # Decoding must restart before the first record of the oldest writing transaction of any database,
@@ -354,6 +358,8 @@ class WalMonitor:
         stats.wal_lag_bytes = reading.lag_bytes
         stats.retained_wal_bytes = reading.retained_bytes
         stats.wal_headroom_seconds = headroom
+        stats.slot_spill_txns = reading.spill_txns
+        stats.slot_spill_bytes = reading.spill_bytes
 
     def _headroom(self, reading: SlotReading) -> float | None:
         """The time until the slot is lost, if the retained WAL grows as it did until now."""

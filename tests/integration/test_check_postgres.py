@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -18,6 +18,7 @@ from bridge.preflight.postgres import (
     check_replication_connection,
     connect_for_check,
 )
+from bridge.preflight.server import check_server, read_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,14 @@ class Case:
 
 
 CASES = [
+    Case(
+        "unlogged-table",
+        "warning",
+        "CREATE TABLE root (a int PRIMARY KEY) PARTITION BY RANGE (a);"
+        "CREATE UNLOGGED TABLE leaf PARTITION OF root FOR VALUES FROM (0) TO (9);"
+        "ALTER PUBLICATION pub SET (publish_via_partition_root = true);"
+        "ALTER PUBLICATION pub ADD TABLE root",
+    ),
     Case("publication-missing", "problem", "DROP PUBLICATION pub"),
     Case(
         "publication-empty",
@@ -235,6 +244,13 @@ async def test_a_grant_on_the_published_columns_is_enough(published: Database) -
         f"GRANT USAGE ON SCHEMA public TO {role}"
     )
     assert_gone(await findings(dsn), "select-missing")
+    # A row filter is evaluated with the reader's rights too.
+    published.execute(
+        "ALTER TABLE users REPLICA IDENTITY FULL;"
+        "ALTER PUBLICATION pub SET TABLE users (id) WHERE (name <> '')"
+    )
+    apply_fix(published.dsn, only(await findings(dsn), "select-missing"))
+    assert_gone(await findings(dsn), "select-missing")
 
 
 async def test_row_security_that_would_hide_rows_is_a_problem(published: Database) -> None:
@@ -376,6 +392,82 @@ async def test_a_slot_that_would_not_survive_a_failover_is_reported(published: D
     )
     assert_gone(await findings(published.dsn, slot), "slot-failover")
     published.execute("SELECT pg_drop_replication_slot(%s)", [standby])
+
+
+@pytest.mark.parametrize(
+    ("version", "wal_level", "effective", "is_fine"),
+    [
+        (180000, "replica", "replica", False),
+        (190000, "replica", "replica", True),
+        (190000, "replica", "logical", True),
+        (190000, "minimal", "minimal", False),
+    ],
+)
+async def test_a_server_that_logs_logically_on_demand_needs_no_other_wal_level(
+    published: Database, version: int, wal_level: str, effective: str, is_fine: bool
+) -> None:
+    connection = await connect_for_check(published.dsn)
+    assert not isinstance(connection, Finding)
+    async with connection:
+        read = await read_facts(connection, "slot")
+    assert (read.wal_level, read.effective_wal_level) == ("logical", "logical")
+    facts = replace(read, version=version, wal_level=wal_level, effective_wal_level=effective)
+    (finding,) = [one for one in check_server(facts) if one.code == "wal-level"]
+    assert (finding.severity == "ok") is is_fine
+
+
+@pytest.mark.parametrize("failover", [True, False], ids=["failover", "plain"])
+async def test_a_slot_that_waits_for_itself_is_reported_until_it_is_no_longer_named(
+    own_postgres: Callable[..., PostgresServer], failover: bool
+) -> None:
+    server = own_postgres(settings={"synchronized_standby_slots": "standby, own, nobody"})
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute("CREATE PUBLICATION pub FOR ALL TABLES")
+        connection.execute("SELECT pg_create_physical_replication_slot('standby')")
+        connection.execute(
+            "SELECT pg_create_logical_replication_slot('own', 'pgoutput', false, false, %s)",
+            [failover],
+        )
+    # Decoding by SQL would wait for the standbys too.
+    finding = only(
+        await findings(server.dsn(), "own", try_decoding=False), "synchronized-standby-slots"
+    )
+    assert finding.severity == ("problem" if failover else "warning")
+    assert "own (a logical slot), nobody (no slot)" in finding.what
+    assert "= 'standby';" in finding.fix
+    apply_fix(server.dsn(), finding)
+    assert_gone(
+        await findings(server.dsn(), "own", try_decoding=False), "synchronized-standby-slots"
+    )
+
+
+async def test_a_standby_that_cannot_synchronise_slots_is_reported(
+    own_postgres: Callable[..., PostgresServer],
+) -> None:
+    server = own_postgres()
+    with psycopg.connect(server.dsn(), autocommit=True) as connection:
+        connection.execute("CREATE PUBLICATION pub FOR ALL TABLES")
+    server.stop()
+    (server.directory / "data" / "standby.signal").touch()
+    server.settings |= {"sync_replication_slots": "on", "primary_conninfo": "port=1 password=abc"}
+    server.start()
+
+    async def missing() -> list[str]:
+        found = await findings(server.dsn())
+        return [one.what.rpartition("but ")[2] for one in found if one.code == "slot-sync"]
+
+    found = await findings(server.dsn())
+    assert "abc" not in "".join(one.what + one.fix for one in found)
+    assert await missing() == [
+        "hot_standby_feedback is off",
+        "primary_slot_name is not set",
+        "primary_conninfo has no dbname",
+    ]
+    for finding in [one for one in found if one.code == "slot-sync"][:2]:
+        apply_fix(server.dsn(), finding)
+    server.settings["primary_conninfo"] = "port=1 password=abc dbname=postgres"
+    server.restart()
+    assert await missing() == []
 
 
 @pytest.mark.parametrize(

@@ -462,3 +462,28 @@ async def test_a_deferrable_key_under_a_full_identity_is_called_that(database, c
     bridge_process()
     schema = await eventually(lambda: cdc.schema("t"))
     assert (schema["primary_key"], schema["primary_key_deferrable"]) == (["id"], True)
+
+
+@both_versions
+async def test_a_type_dropped_behind_the_log_changes_no_value_of_its_version(
+    database, cdc, bridge_process
+):
+    database.execute(
+        "CREATE DOMAIN positive AS int; CREATE TYPE mood AS ENUM ('sad');"
+        "CREATE TABLE t (id int PRIMARY KEY, p positive, m mood[]);"
+    )
+    database.publish("t")
+    bridge = bridge_process()
+    database.execute("INSERT INTO t VALUES (1, 1, '{sad}')")
+    await cdc.settle()
+    bridge.kill()
+    database.execute("INSERT INTO t VALUES (2, 2, '{sad,NULL}')")
+    database.execute(
+        "ALTER TABLE t DROP COLUMN p, DROP COLUMN m; DROP DOMAIN positive; DROP TYPE mood"
+    )
+    bridge_process()
+    await cdc.settle()
+    first, second = await cdc.changes("t")
+    assert first.schema_version == second.schema_version
+    assert first.data == {"id": 1, "p": 1, "m": ["sad"]}
+    assert second.data == {"id": 2, "p": 2, "m": ["sad", None]}

@@ -100,6 +100,35 @@ async def test_a_root_is_readable_without_grants_on_its_leaves(
     assert sorted(row["id"] for row in rows) == list(range(200))
 
 
+@versions_since(15)
+async def test_grants_on_the_published_columns_are_enough(
+    database: Database, snapshots: Snapshots
+) -> None:
+    database.execute(
+        "CREATE TABLE plain (id int PRIMARY KEY, shown text, hidden text);"
+        "CREATE TABLE child () INHERITS (plain);"
+        "INSERT INTO plain SELECT g, 's', 'h' FROM generate_series(1, 500) g;"
+        "INSERT INTO child VALUES (9, 'not of', 'plain');"
+        "CREATE TABLE root (id int PRIMARY KEY, shown text, hidden text) PARTITION BY RANGE (id);"
+        "CREATE TABLE root_1 PARTITION OF root FOR VALUES FROM (0) TO (100);"
+        "INSERT INTO root SELECT g, 's', 'h' FROM generate_series(1, 50) g;"
+        "CREATE TABLE part (id int PRIMARY KEY, shown text);"
+        "CREATE PUBLICATION pub FOR TABLE ONLY plain (id, shown), root (id, shown), part"
+        " WITH (publish_via_partition_root = true)"
+    )
+    dsn = database.role("LOGIN REPLICATION")
+    database.execute(
+        f"GRANT SELECT (id, shown) ON plain, root TO {database.roles[0]};"
+        f"GRANT SELECT (id) ON part TO {database.roles[0]}"
+    )
+    await snapshots.start(conninfo=dsn)
+    for table, count in (("plain", 500), ("root", 50)):
+        rows = (await snapshots.take(table)).rows
+        assert by_id(rows) == [{"id": n, "shown": "s"} for n in range(1, count + 1)]
+    refused = await snapshots.ask("part")
+    assert "GRANT SELECT ON part" in refused["error"]
+
+
 async def test_partitions_are_tables_of_their_own_without_publish_via_root(
     database: Database, snapshots: Snapshots
 ) -> None:
@@ -163,6 +192,7 @@ async def test_empty_keyless_columnless_and_oddly_named_tables(
 
 
 TRICKY = [
+    "\ufeffa byte order mark in front",
     "plain",
     "comma, and ; semicolon",
     "double \"quotes\" and 'single'",

@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from bridge.telemetry.stats import BridgeStats
+from bridge.telemetry.status import status_document
 from bridge.telemetry.wal_monitor import WalLimits, WalMonitor
 from tests.fixtures.waiting import eventually
 
@@ -127,6 +128,32 @@ async def test_the_transaction_that_holds_the_slot_back_is_named_and_can_be_ende
         return "slot-held-back" not in stats.warnings
 
     await eventually(is_released)
+
+
+async def test_a_transaction_that_decoding_writes_to_disk_is_counted(
+    database: Database, monitor: WalMonitor
+) -> None:
+    await monitor.check_once()
+    assert (stats_of(monitor).slot_spill_txns, stats_of(monitor).slot_spill_bytes) == (0, 0)
+    write_wal(database, 4)
+    with database.connect() as connection:
+        connection.execute("SET logical_decoding_work_mem = '1MB'")
+        connection.execute("CREATE PUBLICATION pub FOR ALL TABLES")
+        connection.execute(
+            "SELECT count(*) FROM pg_logical_slot_peek_binary_changes(%s, NULL, NULL,"
+            " 'proto_version', '1', 'publication_names', 'pub')",
+            [monitor._slot],
+        )
+
+    async def counted() -> bool:
+        await monitor.check_once()
+        return bool(stats_of(monitor).slot_spill_txns)
+
+    await eventually(counted)
+    assert stats_of(monitor).slot_spill_bytes > MEGABYTE
+    shown = status_document(stats_of(monitor), None)["wal"]
+    assert shown["spill_txns"] >= 1
+    assert shown["spill_bytes"] == stats_of(monitor).slot_spill_bytes
 
 
 async def test_headroom_is_the_time_left_at_the_rate_of_growth(

@@ -55,7 +55,8 @@ def facts(role: str, database: str) -> ServerFacts:
         version=180000, version_text=role, wal_level=role, senders_free=0, senders=1, slots_free=0,
         slots=1, wal_keep="-1", idle_slot_timeout=role, encoding="SQL_ASCII", in_recovery=True,
         role=role, database=database, may_replicate=False, sees_statistics=False,
-        slot_exists=False, slot_active=False,
+        slot_exists=False, slot_active=False, awaited_standbys=role, syncs_slots=True,
+        has_feedback=False, primary_slot="", primary_conninfo=role, effective_wal_level=role,
     )  # fmt: skip
 
 

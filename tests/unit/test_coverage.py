@@ -4,34 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from bridge.postgres.coverage import Covered
 from bridge.schemas.coverage import unlogged_changes
 
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
 USERS = Covered(
     "public", "users", 7, "iudt", 16384, altered=[50, 5], named=[40, 10],
     entries=[9], row_filter="(id > 1)", columns="1 2", toast=70, attached={"1": 60},
 )  # fmt: skip
 TOLD = 777
-ROOT = Covered("public", "part", 7, "iudt", 16390, leaves={"1": 10, "2": 20})
+ROOT = Covered("public", "part", 7, "iudt", 16390, leaves={"1": 1, "2": 20})
 
 
-def changes(before: Covered, now: Covered, filled: frozenset[str] = frozenset()) -> str | None:
-    async def is_filled(leaf: str) -> bool:
-        return leaf in filled
+@dataclass
+class Known:
+    """What a test knows of partitions."""
 
-    found = asyncio.run(
-        unlogged_changes(
-            {"t": before},
-            {"t": now},
-            is_filled=is_filled,
-            has_truncated=lambda token, xid: (token, xid) == ("t", TOLD),
-        )
-    )
-    return found.get("t")
+    filled: frozenset[str] = frozenset()
+    copied: frozenset[str] = frozenset()
+
+    async def is_filled(self, leaves: Collection[str], parts: Collection[str]) -> bool:
+        assert set(leaves) <= set(parts) or not parts
+        return not self.filled.isdisjoint(leaves)
+
+    async def is_copied(self, before: Covered, leaf: str) -> bool:
+        assert leaf in before.leaves or leaf not in self.copied
+        return leaf in self.copied
+
+    def has_truncated(self, token: str, xid: int) -> bool:
+        return (token, xid) == ("t", TOLD)
+
+
+def changes(
+    before: Covered, now: Covered, filled: Collection[str] = (), copied: Collection[str] = ()
+) -> str | None:
+    known = Known(frozenset(filled), frozenset(copied))
+    return asyncio.run(unlogged_changes({"t": before}, {"t": now}, known)).get("t")
 
 
 @pytest.mark.parametrize(
@@ -72,11 +87,7 @@ def test_what_moves_no_rows_is_no_change(change: dict[str, object]) -> None:
 def test_a_table_that_is_back_is_a_change_and_a_new_one_is_none() -> None:
     assert "out of the publication" in (changes(replace(USERS, is_gone=True), USERS) or "")
 
-    async def never(_: str) -> bool:
-        raise AssertionError
-
-    nothing = unlogged_changes({}, {"t": USERS}, is_filled=never, has_truncated=lambda *_: False)
-    assert asyncio.run(nothing) == {}
+    assert asyncio.run(unlogged_changes({}, {"t": USERS}, Known())) == {}
 
 
 def test_another_publication_is_judged_by_what_it_covers() -> None:
@@ -86,27 +97,31 @@ def test_another_publication_is_judged_by_what_it_covers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("leaves", "filled", "reason"),
+    ("leaves", "filled", "copied", "reason"),
     [
-        ({"1": 10}, (), "detached or dropped"),
-        ({"1": 10, "2": 21}, (), "truncated or rewritten"),
-        ({"1": 10, "2": 20, "3": 30}, ("3",), "attached"),
-        ({"1": 10, "2": 20, "3": 30}, (), None),
-        ({"1": 10, "2": 20}, ("1", "2"), None),
+        ({"1": 1}, (), (), "detached or dropped"),
+        ({"1": 1, "2": 21}, (), (), "truncated or rewritten"),
+        ({"1": 1, "2": 21}, (), ("2",), None),
+        ({"1": 11, "2": 21}, (), ("2",), "truncated or rewritten"),
+        ({"1": 1, "2": 20, "3": 3}, ("3",), (), "attached"),
+        ({"1": 1, "2": 20, "3": 3}, (), (), None),
+        # The new one is no longer in the file it was created with.
+        ({"1": 1, "2": 20, "3": 33}, (), (), "truncated or rewritten"),
+        ({"1": 1, "2": 20}, ("1", "2"), (), None),
     ],
 )
 def test_partitions_that_bring_or_take_rows_are_a_change(
-    leaves: dict[str, int], filled: tuple[str, ...], reason: str | None
+    leaves: dict[str, int], filled: tuple[str, ...], copied: tuple[str, ...], reason: str | None
 ) -> None:
-    found = changes(ROOT, replace(ROOT, leaves=leaves), frozenset(filled))
+    found = changes(ROOT, replace(ROOT, leaves=leaves), filled, copied)
     assert (reason in found) if reason and found else found is reason
 
 
 def test_a_truncate_that_the_log_tells_of_is_no_change() -> None:
-    emptied = {"1": 11, "2": 21}
-    told = replace(ROOT, leaves=emptied, changed_by={"1": TOLD, "2": TOLD})
+    emptied = {"1": 11, "2": 21, "3": 31}
+    told = replace(ROOT, leaves=emptied, changed_by=dict.fromkeys(emptied, TOLD))
     assert changes(ROOT, told) is None
-    mixed = replace(ROOT, leaves=emptied, changed_by={"1": TOLD, "2": TOLD + 1})
+    mixed = replace(ROOT, leaves=emptied, changed_by={"1": TOLD, "2": TOLD + 1, "3": TOLD})
     assert "truncated" in (changes(ROOT, mixed) or "")
 
 

@@ -67,6 +67,8 @@ def test_promised_metric_is_exported_from_the_start(name: str) -> None:
         ("slot_active", "bridge_slot_active", True),
         ("wal_lag_bytes", "bridge_wal_lag_bytes", 1 << 40),
         ("retained_wal_bytes", "bridge_retained_wal_bytes", 1 << 41),
+        ("slot_spill_txns", "bridge_slot_spill_txns", 3),
+        ("slot_spill_bytes", "bridge_slot_spill_bytes", 1 << 33),
         ("ring_depth", "bridge_ring_depth", 17),
         ("ring_capacity", "bridge_ring_capacity", 65536),
         ("ring_bytes", "bridge_ring_bytes", 1700),

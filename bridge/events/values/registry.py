@@ -44,11 +44,13 @@ def converter_for(column_type: ColumnType, *, json_messages: bool = False) -> Co
     if kind == "jsonb" and json_messages:
         return json.JSONB_FOR_JSON
     if kind != "array":
-        return _BY_FAMILY[kind]
+        return scalars.CHAR if column_type.base_oid == oids.CHAR else _BY_FAMILY[kind]
     element_oid = column_type.element_oid or oids.ARRAY_ELEMENTS[column_type.base_oid]
     delimiter = ";" if element_oid == oids.BOX else column_type.element_delimiter
     element = family(element_oid)
     if element in ("json", "jsonb"):
         # A name in `raw` covers the whole column, so either all elements are text or none.
         return array_converter(scalars.TEXT, delimiter, raw=True)
+    if element_oid == oids.CHAR:
+        return array_converter(scalars.CHAR, delimiter)
     return array_converter(scalars.TEXT if element == "array" else _BY_FAMILY[element], delimiter)

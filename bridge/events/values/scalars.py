@@ -1,4 +1,4 @@
-"""Converters of bool, integers, floats, bytea, timestamps and text.
+"""Converters of bool, integers, floats, bytea, timestamps, text and "char".
 
 All other types keep the text that PostgreSQL prints: numeric (which has no size limit), dates,
 times, uuid, enums, ranges and unknown types. Timestamps are written as in ISO 8601; infinity,
@@ -24,6 +24,13 @@ def to_text(data: bytes) -> str:
         raise ProtocolError(
             f"a text value is not UTF-8 at byte {error.start}; set client_encoding to UTF8"
         ) from error
+
+
+def to_char(data: bytes) -> str:
+    r"""Read a "char"; before version 16 a byte from 128 on is printed raw, since then as `\310`."""
+    if len(data) == 1 and data[0] >= 0x80:
+        return f"\\{data[0]:03o}"
+    return to_text(data)
 
 
 def to_bool(data: bytes) -> bool:
@@ -84,6 +91,7 @@ def _zoneless(text: str) -> str:
 
 
 TEXT = Converter(to_text, inline="{}.decode()")
+CHAR = Converter(to_char)
 BOOL = Converter(to_bool, inline="booleans[{}]", names=(("booleans", _BOOLEANS),), plain=True)
 INTEGER = Converter(to_int, inline="int({})", plain=True)
 FLOAT = Converter(to_float, inline="float({})", plain=True)

@@ -22,6 +22,7 @@ from bridge.events.values import converter_for
 from bridge.snapshot.formats.copy_text import unescape
 from consumer_sdk.wire import envelope
 from consumer_sdk.wire.arrow_types import arrow_type
+from consumer_sdk.wire.oids import CHAR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ METADATA_KEY: Final = b"cdc"
 _FIRST_GUESS: Final = 0.8
 _BLOCK_BYTES: Final = 2**31 - 1
 _NULL: Final = "\\N"
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,9 @@ class BatchParser:
         self._typed = _convert_options(
             {str(i): column.parsed_type for i, column in enumerate(self._columns)}
         )
-        self._untyped = _convert_options({name: pa.string() for name in names})
+        self._untyped = _convert_options(
+            {str(i): column.untyped_type for i, column in enumerate(self._columns)}
+        )
 
     @property
     def schema_bytes(self) -> int:
@@ -164,7 +168,9 @@ class BatchParser:
         """A batch with a row for each line, and the values it cannot hold."""
         if not self._columns:
             raise ProtocolError("a table without columns has no Arrow form; ask for msgpack")
-        text = b"\n".join([*lines, b""])
+        # Arrow drops one mark at the start, even if it belongs to the first value.
+        marked = lines[0].startswith(_BYTE_ORDER_MARK)
+        text = (_BYTE_ORDER_MARK if marked else b"") + b"\n".join([*lines, b""])
         odd: Odd = {}
         try:
             table = self._read_text(text, self._typed)
@@ -212,10 +218,14 @@ class _Column:
         kind = column.type
         self.type = arrow_type(kind.base_oid, kind.element_oid, kind.typmod).build(pa)
         self._convert = converter_for(column.type, json_messages=True).convert
-        self._is_text = self.type == pa.string()
-        self._by_value = pa.types.is_list(self.type) or pa.types.is_binary(self.type)
-        # The type that Arrow parses; text if Python converts the values afterwards.
-        self.parsed_type = pa.string() if self._by_value else self.type
+        # Before version 16, PostgreSQL prints a "char" from 128 on as a byte that is no UTF-8.
+        self._by_value = (
+            pa.types.is_list(self.type) or pa.types.is_binary(self.type) or kind.base_oid == CHAR
+        )
+        self._is_text = self.type == pa.string() and not self._by_value
+        # The types that Arrow parses; bytes if Python converts the values afterwards.
+        self.parsed_type = pa.binary() if self._by_value else self.type
+        self.untyped_type = pa.binary() if self._by_value else pa.string()
         self._element = (
             _element_reader(self.type.value_type) if pa.types.is_list(self.type) else None
         )
@@ -228,15 +238,15 @@ class _Column:
         return parsed, {}
 
     def _one_by_one(self, parsed: Any) -> tuple[Any, dict[str, Any]]:
-        texts: list[str | None] = parsed.to_pylist()
         if not self._by_value:
-            return self._parsed_again(texts)
+            return self._parsed_again(parsed.to_pylist())
         values: list[Any] = []
         odd: dict[str, Any] = {}
-        for row, text in enumerate(texts):
+        fields: list[bytes | None] = parsed.to_pylist()
+        for row, field in enumerate(fields):
             value = None
-            if text is not None:
-                wire = self._convert(unescape(text.encode()))
+            if field is not None:
+                wire = self._convert(unescape(field))
                 value = wire
                 if self._element is not None:
                     value = _flat(wire, self._element)
