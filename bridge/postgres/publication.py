@@ -79,10 +79,18 @@ _PARTS_15 = {
     "listed": "CASE WHEN r.prattrs IS NOT NULL THEN t.attnames::text[] END",
 }
 
-# An identity index must be valid and not deferrable. For a partitioned table PostgreSQL uses the
-# identity of each leaf.
+# For a partitioned table PostgreSQL uses the identity of each leaf.
+_LEAVES = """
+SELECT r.oid::int8, t.relid::oid::int8
+  FROM pg_catalog.unnest(%s::oid[]) AS r(oid)
+ CROSS JOIN LATERAL pg_catalog.pg_partition_tree(r.oid) AS t
+ WHERE t.isleaf
+"""
+
+# An identity index must be valid and not deferrable. The relations are listed by number: joined to
+# the tables of the publication, the planner reads pg_class once for each of them.
 _IDENTITIES = """
-SELECT o.relid::int8, n.nspname, l.relname, l.relreplident,
+SELECT l.oid::int8, n.nspname, l.relname, l.relreplident,
        CASE l.relreplident
        WHEN 'f' THEN ARRAY(SELECT a.attname::text FROM pg_catalog.pg_attribute a
                             WHERE a.attrelid = l.oid AND a.attnum > 0 AND NOT a.attisdropped)
@@ -95,12 +103,8 @@ SELECT o.relid::int8, n.nspname, l.relname, l.relreplident,
                      AND CASE l.relreplident WHEN 'd' THEN i.indisprimary
                          ELSE i.indisreplident END)
        END
-  FROM pg_catalog.unnest(%s::oid[]) AS o(relid)
-  JOIN pg_catalog.pg_class c ON c.oid = o.relid
-  JOIN pg_catalog.pg_class l ON l.oid = c.oid AND c.relkind <> 'p'
-    OR l.oid IN (SELECT relid FROM pg_catalog.pg_partition_tree(c.oid)
-                  WHERE isleaf AND c.relkind = 'p')
-  JOIN pg_catalog.pg_namespace n ON n.oid = l.relnamespace
+  FROM pg_catalog.pg_class l JOIN pg_catalog.pg_namespace n ON n.oid = l.relnamespace
+ WHERE l.oid = ANY (%s::oid[])
  ORDER BY n.nspname, l.relname
 """
 
@@ -279,10 +283,7 @@ async def _read_publication(
     parts = _PARTS_15 if server_version >= FILTERS_VERSION else _PARTS_14
     cursor = await connection.execute(_TABLES.format(**parts), [publication])
     tables = [PublishedTable(*row) for row in await cursor.fetchall()]
-    cursor = await connection.execute(_IDENTITIES, [[table.oid for table in tables]])
-    by_oid = {table.oid: table for table in tables}
-    for oid, schema, name, kind, identity in await cursor.fetchall():
-        by_oid[oid].identities.append(Identity(schema, name, kind, tuple(identity)))
+    await _read_identities(connection, tables)
     return Publication(
         publication,
         all_tables,
@@ -291,3 +292,20 @@ async def _read_publication(
         tuple((schema, table) for schema, table in unlogged),
         tuple(tables),
     )
+
+
+async def _read_identities(
+    connection: psycopg.AsyncConnection[Any], tables: Sequence[PublishedTable]
+) -> None:
+    """Add to each table its replica identity, or those of its leaves."""
+    by_oid = {table.oid: table for table in tables}
+    published = {table.oid: [table] for table in tables if not table.is_partitioned}
+    roots = [table.oid for table in tables if table.is_partitioned]
+    if roots:
+        cursor = await connection.execute(_LEAVES, [roots])
+        for root, leaf in await cursor.fetchall():
+            published.setdefault(leaf, []).append(by_oid[root])
+    cursor = await connection.execute(_IDENTITIES, [list(published)])
+    for oid, schema, name, kind, columns in await cursor.fetchall():
+        for table in published[oid]:
+            table.identities.append(Identity(schema, name, kind, tuple(columns)))
