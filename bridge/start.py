@@ -139,6 +139,7 @@ class _Opening:
 
     def _note_released(self) -> None:
         self._stats.slot_active = self._stats.is_ready = False
+        self._stats.not_ready = None
 
     async def _check_postgres(self) -> _Postgres:
         """Raise if PostgreSQL cannot be streamed from; drop a lost slot if a gap is accepted."""
@@ -223,6 +224,7 @@ class _Opening:
             registry=registry,
             store=self._schemas,
             confirmed_lsn=lambda: confirmation.lsn,
+            known=[token for token, one in known.items() if not one.is_gone],
         )
         ring: Ring[Item] = Ring(settings.ring_slots, settings.ring_bytes)
         stats.ring_capacity = settings.ring_slots

@@ -113,16 +113,17 @@ _TABLE_NAMES = """
 SELECT schemaname, tablename FROM pg_catalog.pg_publication_tables WHERE pubname = %s
 ORDER BY schemaname, tablename
 """
-_ENTRY = """
-SELECT p.oid::int8, {filter}, ARRAY(
+_ENTRIES = """
+SELECT p.oid::int8, {filter}, t.schemaname, t.tablename, c.oid::int8, c.relreplident, ARRAY(
     SELECT a.attname::text FROM pg_catalog.pg_attribute a
     WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND {published})
 FROM pg_catalog.pg_publication_tables t
 JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
 JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
 JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
-WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s
+WHERE t.pubname = %s
 """
+_ENTRY = _ENTRIES + "AND t.schemaname = %s AND t.tablename = %s"
 
 # Sessions that hold an ACCESS EXCLUSIVE lock, or wait for one ahead of us.
 _LOCKERS = """
@@ -158,9 +159,30 @@ class PublicationReader:
 
     async def columns(self, schema: str, table: str) -> frozenset[str] | None:
         """Names of a table's published columns; None if it is not published."""
-        query = _entry_sql(self.server_version)
+        query = _entry_sql(_ENTRY, self.server_version)
         found = await self.catalog.rows(query, [self.name, schema, table])
-        return frozenset(found[0][2]) if found else None
+        return frozenset(found[0][-1]) if found else None
+
+    async def published(self) -> list[PublishedRelation]:
+        """Every table that is published under its own name, with its published columns."""
+        query = _entry_sql(_ENTRIES, self.server_version)
+        return [
+            PublishedRelation(schema, table, relation_id, identity, frozenset(columns))
+            for _, _, schema, table, relation_id, identity, columns in await self.catalog.rows(
+                query, [self.name]
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRelation:
+    """A published table, as the schemas need it."""
+
+    schema: str
+    table: str
+    relation_id: int
+    replica_identity: str
+    columns: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,19 +198,19 @@ async def read_entry(
     connection: CatalogConnection, publication: str, schema: str, table: str
 ) -> PublicationEntry | None:
     """How a table is published; None if it is not."""
-    query = _entry_sql(connection.info.server_version)
+    query = _entry_sql(_ENTRY, connection.info.server_version)
     cursor = await connection.execute(query, [publication, schema, table])
     row = await cursor.fetchone()
-    return None if row is None else PublicationEntry(row[0], row[1], frozenset(row[2]))
+    return None if row is None else PublicationEntry(row[0], row[1], frozenset(row[-1]))
 
 
-def _entry_sql(server_version: int) -> str:
+def _entry_sql(query: str, server_version: int) -> str:
     # Version 14 publishes all columns that are not generated. Later ones list the columns; a
     # generated one is published since 18, though 15 may list it, and a virtual one never.
     if server_version < FILTERS_VERSION:
-        return _ENTRY.format(filter="NULL::text", published="a.attgenerated = ''")
+        return query.format(filter="NULL::text", published="a.attgenerated = ''")
     generated = "<> 'v'" if server_version >= GENERATED_VERSION else "= ''"
-    return _ENTRY.format(
+    return query.format(
         filter="t.rowfilter",
         published=f"a.attname = ANY (t.attnames) AND a.attgenerated {generated}",
     )

@@ -142,6 +142,8 @@ class BridgeStats:
         self.slot_active = False
         self.is_ready = False
         """Whether consumers find a schema for every table."""
+        self.not_ready: str | None = None
+        """What the bridge waits for before it is ready, if it is known."""
         self.wal_lag_bytes = 0
         self.wal_status = ""
         self.slot_restart_lsn = 0
