@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from bridge.errors import Retryable
 from bridge.jetstream.streams import stream_state
 from bridge.postgres.errors import ReplicationRefused
+from bridge.telemetry.stats import Waiting
 from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.cancellation import errors_of, stay_cancelled
 from consumer_sdk.transport.logfmt import event
@@ -166,11 +167,11 @@ class Streaming:
         while not tables.all_stored.is_set():
             if time.monotonic() - started > LISTING_SECONDS and tables.has_stored_known:
                 break
-            stats.not_ready = tables.missing
+            stats.waiting = Waiting("schemas", tables.missing) if tables.missing else None
             with suppress(TimeoutError):
                 async with asyncio.timeout(READY_POLL_SECONDS):
                     await tables.all_stored.wait()
-        stats.not_ready = None
+        stats.waiting = None
         stats.is_ready = True
 
     def connection_lost(self) -> None:

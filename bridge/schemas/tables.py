@@ -121,7 +121,7 @@ class PublishedTables:
                 self.all_stored.set()
             except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:
                 is_first = not self.all_stored.is_set()
-                self.missing = f"schemas are not stored yet: {error}" if is_first else None
+                self.missing = str(error) if is_first else None
                 level = logging.WARNING if is_first else logging.DEBUG
                 event(log, "schemas not refreshed", level=level, reason=str(error))
                 if is_first:
@@ -142,7 +142,7 @@ class PublishedTables:
             if not is_stored(table_token(one.schema, one.table))
         ]
         for start in range(0, len(missing), TABLES_AT_ONCE):
-            self.missing = f"{len(missing) - start} schemas are not stored yet"
+            self.missing = f"{len(missing) - start} are not stored yet"
             await self._store_tables(missing[start : start + TABLES_AT_ONCE])
 
     async def _store_tables(self, relations: Sequence[PublishedRelation]) -> None:
