@@ -13,7 +13,7 @@ from typing import Any
 from tests.bench import latency, memory, report, throughput
 from tests.bench.rig import Rig, started
 
-SECTIONS = ("throughput", "latency", "memory", "scrape", "snapshot", "reading", "spark")
+SECTIONS = ("throughput", "latency", "memory", "scrape", "snapshot", "reading", "tables", "spark")
 
 
 def main() -> int:
@@ -95,6 +95,12 @@ def _reading(rig: Rig, repeats: int) -> Any:
     return _generic("reading and mirroring", reading.measure(rig, repeats))
 
 
+def _tables(rig: Rig, _repeats: int) -> Any:
+    from tests.bench import many_tables
+
+    return _generic("thousands of tables and partitions", many_tables.measure(rig))
+
+
 def _spark(rig: Rig, repeats: int) -> Any:
     from tests.bench import spark
 
@@ -115,6 +121,7 @@ _RUNNERS = {
     "scrape": _scrape,
     "snapshot": _snapshot,
     "reading": _reading,
+    "tables": _tables,
     "spark": _spark,
 }
 
