@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ from bridge.snapshot.coordinator.service import SnapshotService
 from bridge.snapshot.messages import ServerAccess
 from bridge.source import Source
 from bridge.streaming import Pipeline, Streaming
+from bridge.telemetry.stats import Waiting
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import table_token
 
@@ -60,6 +62,7 @@ log = logging.getLogger("bridge.streaming")
 
 ANSWER_SECONDS = 15.0
 ORIGIN_VERSION = 160000
+SLOT_LOG_SECONDS = 10.0
 
 
 async def open_streaming(
@@ -112,12 +115,18 @@ class _Opening:
         self._resources.push_async_callback(catalog.close)
         publication = PublicationReader(catalog, settings.pub, postgres.version)
         stored_schemas = await self._load_schemas(publication)
-        async with _answering():
+        try:
             created_at = await self._slot.create_if_missing(
-                postgres.version, failover=settings.failover
+                self._conninfo,
+                postgres.version,
+                failover=settings.failover,
+                report=_SlotWait(stats).report,
             )
-            if created_at is not None:
-                facts.slot_created_at = created_at
+        finally:
+            stats.waiting = None
+        if created_at is not None:
+            facts.slot_created_at = created_at
+        async with _answering():
             connection = await ReplicationConnection.connect(self._conninfo)
             self._resources.push_async_callback(connection.close)
             server = await connection.identify()
@@ -139,6 +148,7 @@ class _Opening:
 
     def _note_released(self) -> None:
         self._stats.slot_active = self._stats.is_ready = False
+        self._stats.waiting = None
 
     async def _check_postgres(self) -> _Postgres:
         """Raise if PostgreSQL cannot be streamed from; drop a lost slot if a gap is accepted."""
@@ -225,6 +235,7 @@ class _Opening:
             registry=registry,
             store=self._schemas,
             confirmed_lsn=lambda: confirmation.lsn,
+            known=[token for token, one in known.tables.items() if not one.is_gone],
         )
         ring: Ring[Item] = Ring(settings.ring_slots, settings.ring_bytes)
         stats.ring_capacity = settings.ring_slots
@@ -321,6 +332,24 @@ class _RelationCompiler:
     async def __call__(self, message: Relation, commit_lsn: int) -> CompiledRelation:
         versioned = await self.tables.from_log(message, commit_lsn)
         return CompiledRelation(versioned, self.packaging, utf8=self.is_utf8)
+
+
+class _SlotWait:
+    """Shows and logs the transactions that the creation of the slot waits for."""
+
+    def __init__(self, stats: BridgeStats) -> None:
+        self._stats = stats
+        self._logged_at = -SLOT_LOG_SECONDS
+
+    async def report(self, sessions: list[str]) -> None:
+        if not sessions:
+            self._stats.waiting = None
+            return
+        said = "; ".join(sessions)
+        self._stats.waiting = Waiting("transactions that run, to create the slot", said)
+        if time.monotonic() - self._logged_at >= SLOT_LOG_SECONDS:
+            self._logged_at = time.monotonic()
+            event(log, "slot creation waits", level=logging.WARNING, waiting_for=said)
 
 
 @asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from bridge.errors import Retryable
 from bridge.jetstream.streams import stream_state
 from bridge.postgres.errors import ReplicationRefused
+from bridge.telemetry.stats import Waiting
 from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.cancellation import errors_of, stay_cancelled
 from consumer_sdk.transport.holds import hold_async
@@ -34,7 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bridge.streaming")
 
-SCHEMAS_SECONDS = 3.0
+READY_POLL_SECONDS = 0.2
+LISTING_SECONDS = 1.0
 
 
 class Stage(Enum):
@@ -159,11 +162,21 @@ class Streaming:
             await asyncio.sleep(interval)
 
     async def _become_ready(self) -> None:
-        """Report ready after the first pass over the schemas, or if that takes too long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SCHEMAS_SECONDS):
-                await self._pipeline.tables.first_pass_done.wait()
-        self._stats.is_ready = True
+        """Report ready as soon as the schemas of all tables are stored; until then, say why not.
+
+        If PostgreSQL cannot list the tables, because one is locked, the ones known before count.
+        """
+        tables, stats = self._pipeline.tables, self._stats
+        started = time.monotonic()
+        while not tables.all_stored.is_set():
+            if time.monotonic() - started > LISTING_SECONDS and tables.has_stored_known:
+                break
+            stats.waiting = Waiting("schemas", tables.missing) if tables.missing else None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(READY_POLL_SECONDS):
+                    await tables.all_stored.wait()
+        stats.waiting = None
+        stats.is_ready = True
 
     def connection_lost(self) -> None:
         """The connection to NATS was lost."""

@@ -44,10 +44,12 @@ class Harness:
         resume: Resume | None = None,
         max_payload: int = 1024 * 1024,
         utf8: bool = True,
+        cold_rows: int = 0,
     ) -> None:
         source = Source(SOURCE, EPOCH, "pub", Subjects(""), as_json=json)
         self._packaging = Packaging(source, max_payload)
         self._utf8 = utf8
+        self._cold_rows = cold_rows
         self._ring: Ring[Item] = Ring(65_536, 1 << 30)
         self._finished: list[Item] = []
         self.assembler = Assembler(self._packaging, resume or Resume(), pack=pack)
@@ -58,7 +60,9 @@ class Harness:
         """Take a relation, as the reader does for a Relation message."""
         types = [ColumnType(one.type_oid, one.type_modifier) for one in described.columns]
         versioned = VersionedStructure(described, types, version, notice)
-        self.assembler.describe(CompiledRelation(versioned, self._packaging, utf8=self._utf8))
+        self.assembler.describe(
+            CompiledRelation(versioned, self._packaging, utf8=self._utf8, cold_rows=self._cold_rows)
+        )
 
     def feed(self, *messages: Message | bytes) -> None:
         """Feed messages one by one, each behind the header of a frame."""

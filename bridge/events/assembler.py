@@ -96,15 +96,15 @@ class Assembler:
             return
         writer = self._writers.get(frame[start : start + 6])
         if writer is not None:
-            write, count, parts, relation = writer
-            body = write(frame, start + 6)
+            body = writer.write(frame, start + 6)
             if body is not None:
+                relation = writer.relation
                 if relation is not self._last_relation:
                     self._last_relation = relation
                     self._touched[relation.token] = relation
                 seq = self._seq
                 self._seq = seq + 1
-                self._take(parts, seq, body, count, len(frame) - start)
+                self._take(writer.parts, seq, body, writer.field_count, len(frame) - start)
                 return
         if frame[start] in _ROW_KINDS:
             self._read_change(frame, start)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from bridge.events.encoders import STATIC_FIELDS
 from bridge.events.row_code import (
+    COLD_ROWS,
+    GENERATED_COLUMNS,
+    Deferred,
     can_write,
     compile_row_reader,
     compile_row_writer,
     compile_update_reader,
     compile_update_writer,
+    never,
 )
 from bridge.events.rows import RowConverter
 from consumer_sdk.wire.column_types import family
@@ -19,14 +24,11 @@ from consumer_sdk.wire.envelope import WIRE_VERSION
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from bridge.events.messages import Packaging, SchemaNotice, TransactionHeader
-    from bridge.events.row_code import RowWriter
+    from bridge.events.row_code import RowReader, RowWriter, UpdateReader
     from bridge.events.values import ColumnType
-
-    Writer: TypeAlias = tuple[RowWriter, int, "MessageParts", "CompiledRelation"]
-    """A writer, the number of fields that it writes, and the parts of its messages."""
 
 JSON_ADAPTED_FAMILIES = frozenset({"int", "float", "bytea", "array"})
 
@@ -128,11 +130,30 @@ class MessageParts:
         return b"%b%d%b" % (self.id_head, seq, self.id_tail)
 
 
+class Writer:
+    """A writer, the number of fields that it writes, and the parts of its messages."""
+
+    __slots__ = ("field_count", "parts", "relation", "write")
+
+    def __init__(
+        self, write: RowWriter, field_count: int, parts: MessageParts, relation: CompiledRelation
+    ) -> None:
+        self.write = write
+        self.field_count = field_count
+        self.parts = parts
+        self.relation = relation
+
+    def use(self, write: RowWriter) -> None:
+        """Write with this function from now on."""
+        self.write = write
+
+
 class CompiledRelation:
     """One relation at one schema version.
 
     `notice`, if set, must be published before the relation's next row. There are writers only if
-    its text is known to be `utf8` and its rows can be published without being read.
+    its text is known to be `utf8` and its rows can be published without being read. Each reader
+    and writer is generated after `cold_rows` rows.
     """
 
     __slots__ = (
@@ -148,6 +169,7 @@ class CompiledRelation:
         packaging: Packaging,
         *,
         utf8: bool = True,
+        cold_rows: int = COLD_ROWS,
     ) -> None:
         json_messages = packaging.source.as_json
         structure = versioned.structure
@@ -163,13 +185,24 @@ class CompiledRelation:
         self.notice = versioned.notice
         self.identity = frozenset(column.name for column in structure.columns if column.is_key)
         self.names_bytes = sum(len(name.encode()) + 2 for name, _ in columns)
-        self.read_row = compile_row_reader(columns, json_messages=json_messages)
         only = self.identity
-        self.read_key = compile_row_reader(columns, only=only, json_messages=json_messages)
-        self.read_update = compile_update_reader(columns, json_messages=json_messages)
-        self.read_update_key = compile_update_reader(
-            columns, only=only, json_messages=json_messages
-        )
+        self.read_row: RowReader = never
+        self.read_key: RowReader = never
+        self.read_update: UpdateReader = never
+        self.read_update_key: UpdateReader = never
+        if len(columns) <= GENERATED_COLUMNS:
+            read, update = compile_row_reader, compile_update_reader
+            as_json = json_messages
+            self._defer("read_row", cold_rows, lambda: read(columns, json_messages=as_json))
+            self._defer(
+                "read_key", cold_rows, lambda: read(columns, only=only, json_messages=as_json)
+            )
+            self._defer("read_update", cold_rows, lambda: update(columns, json_messages=as_json))
+            self._defer(
+                "read_update_key",
+                cold_rows,
+                lambda: update(columns, only=only, json_messages=as_json),
+            )
         self.converter = RowConverter(columns, json_messages=json_messages)
         self.json_adapted = tuple(
             name
@@ -185,18 +218,29 @@ class CompiledRelation:
         self.writers: dict[bytes, Writer] = {}
         """By the first bytes of a message: message kind, relation, kind of the first row."""
         if utf8 and not json_messages and can_write(columns):
-            row, key = compile_row_writer(columns), compile_row_writer(columns, only=only)
-            both = compile_update_writer(columns)
-            key_and_row = compile_update_writer(columns, only=only)
+            write, write_update = compile_row_writer, compile_update_writer
             number = self.relation_id.to_bytes(4, "big")
-            self.writers = {
-                b"I%bN" % number: (row, 1, self.insert, self),
-                b"U%bN" % number: (row, 1, self.update, self),
-                b"U%bK" % number: (key_and_row, 2, self.update, self),
-                b"U%bO" % number: (both, 2, self.update, self),
-                b"D%bK" % number: (key, 1, self.delete, self),
-                b"D%bO" % number: (row, 1, self.delete, self),
-            }
+            for tag, parts, function, names in (
+                (b"I%bN", self.insert, write, None),
+                (b"U%bN", self.update, write, None),
+                (b"U%bK", self.update, write_update, only),
+                (b"U%bO", self.update, write_update, None),
+                (b"D%bK", self.delete, write, only),
+                (b"D%bO", self.delete, write, None),
+            ):
+                fields = 2 if function is write_update else 1
+                deferred = Deferred(partial(function, columns, only=names), cold=cold_rows)
+                writer = Writer(deferred, fields, parts, self)
+                deferred.replace = writer.use
+                self.writers[tag % number] = writer
+
+    def _defer(
+        self, reader: str, cold_rows: int, generate: Callable[[], Callable[[bytes, int], Any]]
+    ) -> None:
+        """Let a reader be generated when it is needed."""
+        deferred = Deferred(generate, cold=cold_rows)
+        deferred.replace = partial(setattr, self, reader)
+        setattr(self, reader, deferred)
 
     def take_notice(self) -> SchemaNotice:
         """Return the notice and clear it."""

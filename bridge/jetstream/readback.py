@@ -2,7 +2,8 @@
 
 The newest message of each subject is enough, because the last stored message of a source is the
 newest on its subject. If the newest message of a subject is not the bridge's own, the tail of the
-stream is read, beginning at the sequence of the KV bucket's progress record.
+stream is read, beginning at the sequence of the KV bucket's progress record. The tail, with the
+schema of each table, is also enough if it is shorter than the list of subjects.
 
 A replica may lag behind the leader, so a read is valid only if it contains our own fence.
 `bridge check` takes no fence; it reads until the message that was the newest when it began.
@@ -71,15 +72,47 @@ class RecordReader:
         `kept` is the progress record of the KV bucket, which the stream's retention never removes.
         """
         record = StreamRecord()
-        newest = {"deliver_policy": "last_per_subject", "filter_subject": self._subjects.cdc_all}
+        has_short_tail = kept is not None and await self._has_short_tail(kept, fence_seq)
+        if has_short_tail:
+            newest = {"deliver_policy": "last_per_subject", "filter_subjects": self._schemas()}
+        else:
+            newest = {
+                "deliver_policy": "last_per_subject",
+                "filter_subject": self._subjects.cdc_all,
+            }
         await self._read_until(fence_seq, record, newest)
-        if record.needs_tail_scan:
+        if record.needs_tail_scan or has_short_tail:
             start = int(kept["stream_seq"]) + 1 if kept is not None else 1
             tail = {"deliver_policy": "by_start_sequence", "opt_start_seq": max(start, 1)}
             await self._read_until(fence_seq, record, tail)
         if kept is not None:
             record.note_progress(kept)
         return record
+
+    def _schemas(self) -> list[str]:
+        """The subjects of all schema messages, and that of the fence, where reading ends."""
+        cdc = self._subjects.cdc
+        schemas = [f"{cdc}.*.schema", f"{cdc}.*.*.schema"]
+        fence = self._subjects.fence(self._source)
+        # JetStream refuses filters that overlap.
+        return schemas if fence.endswith(".schema") else [*schemas, fence]
+
+    async def _has_short_tail(self, kept: Document, fence_seq: int) -> bool:
+        """Whether fewer messages follow the kept record than there are subjects.
+
+        The stream must hold the message where it ended by that record. Everything before it is
+        covered by the position in the record.
+        """
+        ended_at, ended_with = kept.get("stream_seq"), kept.get("stream_msg_id")
+        if not isinstance(ended_at, int) or "position" not in kept:
+            return False
+        try:
+            answer = await api(self._client, ApiCall.STREAM_INFO.of(self._subjects.cdc_stream))
+        except ApiError as error:
+            raise Retryable(f"the record cannot be read: {error}") from error
+        if fence_seq - ended_at > answer["state"].get("num_subjects", 0):
+            return False
+        return ended_with is not None and await self.message_id_at(ended_at) == ended_with
 
     async def read_unfenced(self, kept: Document | None) -> StreamRecord:
         """Read the record without a fence, while a bridge may write; nothing is written here.

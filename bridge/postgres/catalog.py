@@ -15,7 +15,7 @@ from bridge.postgres.errors import explain
 from consumer_sdk.transport.cancellation import stay_cancelled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 FIRST_USER_OID = 16384
 ANSWER_SECONDS = 10.0
@@ -29,28 +29,30 @@ FROM pg_catalog.pg_type WHERE oid = ANY(%s::oid[])
 # the table: it would wait for the table's locks, and before version 18 its time grows with the
 # square of the number of columns. It needs the table only for generated columns, left out here.
 _ATTRIBUTES = """
-SELECT a.attname, a.attnotnull,
+SELECT c.oid::int8, c.relfilenode::int8, a.attname, a.attnotnull,
        CASE WHEN a.attgenerated = '' THEN pg_catalog.left(
            pg_catalog.pg_get_expr(d.adbin, 0),
-           least(1000, 60000 / greatest(1, pg_catalog.count(d.oid) OVER ()))::int) END,
+           least(1000, 60000 / greatest(1, pg_catalog.count(d.oid) OVER (PARTITION BY c.oid)))::int)
+       END,
        a.atttypid::int8, a.atttypmod, a.attgenerated <> '',
        a.atthasmissing OR a.attgenerated <> '',
-       a.attnum, c.relfilenode::int8
-FROM pg_catalog.pg_attribute a
-JOIN pg_catalog.pg_class c ON c.oid = a.attrelid
+       a.attnum
+FROM pg_catalog.pg_class c
+LEFT JOIN pg_catalog.pg_attribute a
+    ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
 LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
-WHERE a.attrelid = %s::oid AND a.attnum > 0 AND NOT a.attisdropped
-ORDER BY a.attnum
+WHERE c.oid = ANY (%s::oid[])
+ORDER BY c.oid, a.attnum
 """
 
 # A deferrable index cannot be a replica identity.
 _PRIMARY_KEY = """
-SELECT a.attname, i.indimmediate AND i.indisvalid, i.indimmediate
+SELECT i.indrelid::int8, a.attname, i.indimmediate AND i.indisvalid, i.indimmediate
 FROM pg_catalog.pg_index i
 CROSS JOIN LATERAL pg_catalog.unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
 JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
-WHERE i.indrelid = %s::oid AND i.indisprimary AND k.place <= i.indnkeyatts
-ORDER BY k.place
+WHERE i.indrelid = ANY (%s::oid[]) AND i.indisprimary AND k.place <= i.indnkeyatts
+ORDER BY i.indrelid, k.place
 """
 
 _IDENTITY_INDEX = _PRIMARY_KEY.replace("i.indisprimary", "i.indisreplident")
@@ -193,26 +195,48 @@ class Catalog:
 
     async def table_by_id(self, relation_id: int, replica_identity: str) -> CatalogTable:
         """Columns and keys of a relation; both are empty if it no longer exists."""
-        attributes = await self.rows(_ATTRIBUTES, [relation_id])
-        key = await self.rows(_PRIMARY_KEY, [relation_id])
-        columns = tuple(
-            CatalogColumn(name, not not_null, default, *facts)
-            for name, not_null, default, *facts, _ in attributes
-        )
-        # A partitioned table has no file of its own.
-        filenode = (attributes[0][-1] or None) if attributes else None
-        identity: tuple[str, ...] = ()
-        if replica_identity == "d":
-            identity = _names(key)
-        elif replica_identity == "f":
-            identity = tuple(column.name for column in columns)
-        elif replica_identity == "i":
-            identity = _names(await self.rows(_IDENTITY_INDEX, [relation_id]))
-        primary_key = tuple(row[0] for row in key)
-        return CatalogTable(
-            relation_id, replica_identity, columns, primary_key, identity, filenode,
-            is_key_deferrable=any(not is_immediate for *_, is_immediate in key),
-        )  # fmt: skip
+        found = await self.tables_by_id({relation_id: replica_identity})
+        gone = CatalogTable(relation_id, replica_identity, (), (), (), None, False)
+        return found.get(relation_id, gone)
+
+    async def tables_by_id(self, relations: Mapping[int, str]) -> dict[int, CatalogTable]:
+        """Columns and keys of the relations that exist; the values are replica identities."""
+        numbers = list(relations)
+        columns: dict[int, list[CatalogColumn]] = {}
+        files: dict[int, int] = {}
+        for oid, filenode, name, not_null, *facts in await self.rows(_ATTRIBUTES, [numbers]):
+            files[oid] = filenode
+            described = columns.setdefault(oid, [])
+            if name is not None:
+                described.append(CatalogColumn(name, not not_null, *facts))
+        keys = await self._indexes(_PRIMARY_KEY, numbers)
+        indexed = [oid for oid, identity in relations.items() if identity == "i"]
+        chosen = await self._indexes(_IDENTITY_INDEX, indexed) if indexed else {}
+        tables = {}
+        for oid, described in columns.items():
+            key, replica_identity = keys.get(oid, []), relations[oid]
+            identity: tuple[str, ...] = ()
+            if replica_identity == "d":
+                identity = _names(key)
+            elif replica_identity == "f":
+                identity = tuple(column.name for column in described)
+            elif replica_identity == "i":
+                identity = _names(chosen.get(oid, []))
+            tables[oid] = CatalogTable(
+                oid, replica_identity, tuple(described), tuple(row[0] for row in key), identity,
+                # A partitioned table has no file of its own.
+                files[oid] or None,
+                is_key_deferrable=any(not is_immediate for *_, is_immediate in key),
+            )  # fmt: skip
+        return tables
+
+    async def _indexes(
+        self, query: str, relations: Sequence[int]
+    ) -> dict[int, list[tuple[Any, ...]]]:
+        found: dict[int, list[tuple[Any, ...]]] = {}
+        for oid, *column in await self.rows(query, [relations]):
+            found.setdefault(oid, []).append(tuple(column))
+        return found
 
     async def table_by_name(self, schema: str, table: str) -> CatalogTable | None:
         """Columns and keys of a table; None if there is no such table."""

@@ -129,7 +129,7 @@ async def exported_snapshot(
         except psycopg.Error as error:
             raise StatementFailed(_remedied(error)) from error
         finally:
-            await _abandon(creation, connection)
+            await abandon(creation, connection)
         if row is None or not row[2]:
             raise StatementFailed("PostgreSQL created a slot without exporting its snapshot")
         yield ExportedSnapshot(row[2], parse_lsn(row[1]))
@@ -151,11 +151,11 @@ async def _wait(
 async def reported_wait(
     catalog: AsyncConnection[Any],
     backend_pids: Sequence[int],
-    wait_limit: float,
+    wait_limit: float | None,
     report: ReportWaiting,
     what: str,
 ) -> AsyncIterator[None]:
-    """Report the sessions that the backends wait for; StatementFailed after the limit.
+    """Report the sessions that the backends wait for; StatementFailed after the limit, if any.
 
     `backend_pids` may grow while the body runs: it is read again for every report.
     """
@@ -188,7 +188,7 @@ async def reported_wait(
         await report([])
 
 
-async def _abandon(creation: asyncio.Future[Any], connection: AsyncConnection[Any]) -> None:
+async def abandon(creation: asyncio.Future[Any], connection: AsyncConnection[Any]) -> None:
     """Cancel an abandoned slot creation; PostgreSQL would not notice a closed socket."""
     if creation.done():
         return

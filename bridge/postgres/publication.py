@@ -93,10 +93,18 @@ _PARTS_15 = {
     "listed": "CASE WHEN r.prattrs IS NOT NULL THEN t.attnames::text[] END",
 }
 
-# An identity index must be valid and not deferrable. For a partitioned table PostgreSQL uses the
-# identity of each leaf.
+# For a partitioned table PostgreSQL uses the identity of each leaf.
+_LEAVES = """
+SELECT r.oid::int8, t.relid::oid::int8
+  FROM pg_catalog.unnest(%s::oid[]) AS r(oid)
+ CROSS JOIN LATERAL pg_catalog.pg_partition_tree(r.oid) AS t
+ WHERE t.isleaf
+"""
+
+# An identity index must be valid and not deferrable. The relations are listed by number: joined to
+# the tables of the publication, the planner reads pg_class once for each of them.
 _IDENTITIES = """
-SELECT o.relid::int8, n.nspname, l.relname, l.relreplident,
+SELECT l.oid::int8, n.nspname, l.relname, l.relreplident,
        CASE l.relreplident
        WHEN 'f' THEN ARRAY(SELECT a.attname::text FROM pg_catalog.pg_attribute a
                             WHERE a.attrelid = l.oid AND a.attnum > 0 AND NOT a.attisdropped)
@@ -109,12 +117,8 @@ SELECT o.relid::int8, n.nspname, l.relname, l.relreplident,
                      AND CASE l.relreplident WHEN 'd' THEN i.indisprimary
                          ELSE i.indisreplident END)
        END
-  FROM pg_catalog.unnest(%s::oid[]) AS o(relid)
-  JOIN pg_catalog.pg_class c ON c.oid = o.relid
-  JOIN pg_catalog.pg_class l ON l.oid = c.oid AND c.relkind <> 'p'
-    OR l.oid IN (SELECT relid FROM pg_catalog.pg_partition_tree(c.oid)
-                  WHERE isleaf AND c.relkind = 'p')
-  JOIN pg_catalog.pg_namespace n ON n.oid = l.relnamespace
+  FROM pg_catalog.pg_class l JOIN pg_catalog.pg_namespace n ON n.oid = l.relnamespace
+ WHERE l.oid = ANY (%s::oid[])
  ORDER BY n.nspname, l.relname
 """
 
@@ -123,16 +127,17 @@ _TABLE_NAMES = """
 SELECT schemaname, tablename FROM pg_catalog.pg_publication_tables WHERE pubname = %s
 ORDER BY schemaname, tablename
 """
-_ENTRY = """
-SELECT p.oid::int8, {filter}, ARRAY(
+_ENTRIES = """
+SELECT p.oid::int8, {filter}, t.schemaname, t.tablename, c.oid::int8, c.relreplident, ARRAY(
     SELECT a.attname::text FROM pg_catalog.pg_attribute a
     WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND {published})
 FROM pg_catalog.pg_publication_tables t
 JOIN pg_catalog.pg_publication p ON p.pubname = t.pubname
 JOIN pg_catalog.pg_namespace n ON n.nspname = t.schemaname
 JOIN pg_catalog.pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
-WHERE t.pubname = %s AND t.schemaname = %s AND t.tablename = %s
+WHERE t.pubname = %s
 """
+_ENTRY = _ENTRIES + "AND t.schemaname = %s AND t.tablename = %s"
 
 # Sessions that hold an ACCESS EXCLUSIVE lock, or wait for one ahead of us.
 _LOCKERS = """
@@ -168,9 +173,30 @@ class PublicationReader:
 
     async def columns(self, schema: str, table: str) -> frozenset[str] | None:
         """Names of a table's published columns; None if it is not published."""
-        query = _entry_sql(self.server_version)
+        query = _entry_sql(_ENTRY, self.server_version)
         found = await self.catalog.rows(query, [self.name, schema, table])
-        return frozenset(found[0][2]) if found else None
+        return frozenset(found[0][-1]) if found else None
+
+    async def published(self) -> list[PublishedRelation]:
+        """Every table that is published under its own name, with its published columns."""
+        query = _entry_sql(_ENTRIES, self.server_version)
+        return [
+            PublishedRelation(schema, table, relation_id, identity, frozenset(columns))
+            for _, _, schema, table, relation_id, identity, columns in await self.catalog.rows(
+                query, [self.name]
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRelation:
+    """A published table, as the schemas need it."""
+
+    schema: str
+    table: str
+    relation_id: int
+    replica_identity: str
+    columns: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,19 +212,19 @@ async def read_entry(
     connection: CatalogConnection, publication: str, schema: str, table: str
 ) -> PublicationEntry | None:
     """How a table is published; None if it is not."""
-    query = _entry_sql(connection.info.server_version)
+    query = _entry_sql(_ENTRY, connection.info.server_version)
     cursor = await connection.execute(query, [publication, schema, table])
     row = await cursor.fetchone()
-    return None if row is None else PublicationEntry(row[0], row[1], frozenset(row[2]))
+    return None if row is None else PublicationEntry(row[0], row[1], frozenset(row[-1]))
 
 
-def _entry_sql(server_version: int) -> str:
+def _entry_sql(query: str, server_version: int) -> str:
     # Version 14 publishes all columns that are not generated. Later ones list the columns; a
     # generated one is published since 18, though 15 may list it, and a virtual one never.
     if server_version < FILTERS_VERSION:
-        return _ENTRY.format(filter="NULL::text", published="a.attgenerated = ''")
+        return query.format(filter="NULL::text", published="a.attgenerated = ''")
     generated = "<> 'v'" if server_version >= GENERATED_VERSION else "= ''"
-    return _ENTRY.format(
+    return query.format(
         filter="t.rowfilter",
         published=f"a.attname = ANY (t.attnames) AND a.attgenerated {generated}",
     )
@@ -293,10 +319,7 @@ async def _read_publication(
     parts = _PARTS_15 if server_version >= FILTERS_VERSION else _PARTS_14
     cursor = await connection.execute(_TABLES.format(**parts), [publication])
     tables = [PublishedTable(*row) for row in await cursor.fetchall()]
-    cursor = await connection.execute(_IDENTITIES, [[table.oid for table in tables]])
-    by_oid = {table.oid: table for table in tables}
-    for oid, schema, name, kind, identity in await cursor.fetchall():
-        by_oid[oid].identities.append(Identity(schema, name, kind, tuple(identity)))
+    await _read_identities(connection, tables)
     return Publication(
         publication,
         all_tables,
@@ -305,3 +328,20 @@ async def _read_publication(
         tuple((schema, table) for schema, table in unlogged),
         tuple(tables),
     )
+
+
+async def _read_identities(
+    connection: psycopg.AsyncConnection[Any], tables: Sequence[PublishedTable]
+) -> None:
+    """Add to each table its replica identity, or those of its leaves."""
+    by_oid = {table.oid: table for table in tables}
+    published = {table.oid: [table] for table in tables if not table.is_partitioned}
+    roots = [table.oid for table in tables if table.is_partitioned]
+    if roots:
+        cursor = await connection.execute(_LEAVES, [roots])
+        for root, leaf in await cursor.fetchall():
+            published.setdefault(leaf, []).append(by_oid[root])
+    cursor = await connection.execute(_IDENTITIES, [list(published)])
+    for oid, schema, name, kind, columns in await cursor.fetchall():
+        for table in published[oid]:
+            table.identities.append(Identity(schema, name, kind, tuple(columns)))

@@ -15,8 +15,12 @@ from bridge.postgres.errors import (
     OBJECT_IN_USE,
     OBJECT_NOT_IN_PREREQUISITE_STATE,
     UNDEFINED_OBJECT,
+    DriverError,
     ReplicationRefused,
+    explain,
 )
+from bridge.postgres.export import abandon, reported_wait
+from bridge.postgres.sessions import connect_session
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.position import parse_lsn
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
     from bridge.postgres.catalog import Catalog
     from bridge.postgres.connection import ReplicationConnection
+    from bridge.postgres.export import ReportWaiting
 
 log = logging.getLogger("bridge.slot")
 
@@ -59,10 +64,13 @@ class Slot:
         if rows:
             raise SlotInUse(f'replication slot "{self._name}" is active for PID {rows[0][0]}')
 
-    async def create_if_missing(self, server_version: int, *, failover: bool) -> int | None:
+    async def create_if_missing(
+        self, conninfo: str, server_version: int, *, failover: bool, report: ReportWaiting
+    ) -> int | None:
         """Create the slot if it is missing; return its position if it was created.
 
-        With `failover`, PostgreSQL copies the slot to standbys.
+        With `failover`, PostgreSQL copies the slot to standbys. PostgreSQL first waits for the
+        transactions that are writing, however long; `report` is called with what it waits for.
         """
         if await self._catalog.rows(
             "SELECT 1 FROM pg_catalog.pg_replication_slots WHERE slot_name = %s", [self._name]
@@ -76,11 +84,25 @@ class Slot:
                 )
             arguments += ", true"
         event(log, "creating slot", slot=self._name, failover=failover)
-        rows = await self._catalog.rows(
-            f"SELECT (pg_catalog.pg_create_logical_replication_slot({arguments})).lsn::text",
-            [self._name],
-        )
-        return parse_lsn(rows[0][0])
+        query = f"SELECT (pg_catalog.pg_create_logical_replication_slot({arguments})).lsn::text"
+        try:
+            async with (
+                await connect_session(conninfo, "tailrace slot creation") as connection,
+                await connect_session(conninfo, "tailrace slot creation") as watcher,
+            ):
+                for setting in ("statement_timeout", "lock_timeout"):
+                    await connection.execute(f"SET {setting} = 0".encode())
+                creation = asyncio.ensure_future(connection.execute(query.encode(), [self._name]))
+                pids = [connection.info.backend_pid]
+                try:
+                    async with reported_wait(watcher, pids, None, report, "running transactions"):
+                        await asyncio.shield(creation)
+                    (row,) = await creation.result().fetchall()
+                finally:
+                    await abandon(creation, connection)
+        except DriverError as error:
+            raise explain(error, "the slot cannot be created") from error
+        return parse_lsn(row[0])
 
     async def drop(self) -> None:
         """Drop the slot if PostgreSQL permits it; its replication connection must be closed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import ProtocolError
@@ -58,6 +59,10 @@ class WalReader:
         self._waiting_since: float | None = None
         """When the current wait for the server began."""
         self._stopping = asyncio.Event()
+        self._item_count = 0
+        """How many items were assembled."""
+        self._received: deque[tuple[int, int]] = deque()
+        """Of the items that are not published: the count after each read, and when it began."""
 
     def stop(self) -> None:
         """Stop reading; the items in the ring stay."""
@@ -94,7 +99,9 @@ class WalReader:
             while not self._stopping.is_set():
                 if len(outbox) and not await self._move_outbox(stopping):
                     break
+                received_ns, waiting = time.perf_counter_ns(), len(outbox)
                 exhausted = await self._slice()
+                self._note_received(len(outbox) - waiting, received_ns)
                 if not outbox.move_into(self._ring):
                     continue
                 if exhausted and not self._stopping.is_set():
@@ -106,6 +113,21 @@ class WalReader:
                     await asyncio.sleep(0)
         finally:
             stopping.cancel()
+
+    def _note_received(self, items: int, received_ns: int) -> None:
+        if items:
+            self._item_count += items
+            self._received.append((self._item_count, received_ns))
+
+    def received_ns(self, number: int) -> int:
+        """When the WAL of the item of this number, counted from 1, was read; forgets those before.
+
+        The time is that of `perf_counter_ns`; now, for an item that did not come from the log.
+        """
+        received = self._received
+        while received and received[0][0] < number:
+            received.popleft()
+        return received[0][1] if received else time.perf_counter_ns()
 
     async def report(self) -> None:
         """Report the confirmed position to PostgreSQL at intervals; runs beside `run`."""

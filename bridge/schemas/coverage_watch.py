@@ -63,6 +63,9 @@ MOST_BYTES = 64 * 1024 * 1024
 MOST_FAILED_SAVES = 3
 """After so many failures a gap is announced although a restart would announce it again."""
 _FAILURES = (Retryable, SourceError, nats.errors.Error, APIError, ApiError, TimeoutError, OSError)
+PART_MARGIN = 4 * 1024
+"""What a message has beside the part of a document: its subject and headers."""
+READ_ATTEMPTS = 3
 _POSITION = """
 SELECT (CASE WHEN pg_catalog.pg_is_in_recovery() THEN pg_catalog.pg_last_wal_replay_lsn()
              ELSE pg_catalog.pg_current_wal_lsn() END)::text
@@ -122,6 +125,17 @@ def _expanded(value: bytes) -> bytes:
     return zlib.decompressobj().decompress(value, MOST_BYTES)
 
 
+def _parts(value: bytes) -> list[str]:
+    """The keys of the parts that a value names; none if it is a document itself."""
+    if value[:1] != b"{":
+        return []
+    try:
+        parts = json.loads(value).get("parts", ())
+        return [part for part in parts if isinstance(part, str)]
+    except MISFITS:
+        return []
+
+
 class CoverageStore:
     """The saved coverage of one source, and the snapshots that a gap makes useless."""
 
@@ -129,12 +143,12 @@ class CoverageStore:
         self._client = client
         self._bucket = bucket
         self._source = source
+        self._key = f"coverage.{source.name}"
 
     async def load(self) -> SavedCoverage | None:
         """The coverage saved in this epoch; None if there is none."""
         try:
-            entry = await self._bucket.get(f"coverage.{self._source.name}")
-            value = entry.value or b""
+            value = await self._read()
             document = json.loads(value if value[:1] == b"{" else _expanded(value))
             if document["epoch"] != self._source.epoch:
                 return None
@@ -162,7 +176,44 @@ class CoverageStore:
         value = json.dumps(document).encode()
         if len(value) > LARGE_BYTES:
             value = zlib.compress(value)
-        await self._bucket.put(f"coverage.{self._source.name}", value)
+        await self._write(value)
+
+    async def _read(self) -> bytes:
+        """The saved document, joined from its parts; KeyNotFoundError if there is none."""
+        for _ in range(READ_ATTEMPTS):
+            entry = await self._bucket.get(self._key)
+            value = entry.value or b""
+            try:
+                return b"".join(
+                    [(await self._bucket.get(part)).value or b"" for part in _parts(value)]
+                    or [value]
+                )
+            except KeyNotFoundError:
+                # Another bridge has just replaced the document.
+                continue
+        event(log, "the saved coverage lacks a part", level=logging.WARNING, key=self._key)
+        raise KeyNotFoundError
+
+    async def _write(self, value: bytes) -> None:
+        """Write the document, in parts if it is too large for one message.
+
+        The parts have new keys and the key that names them is written last, so that a reader
+        finds a whole document at any moment.
+        """
+        try:
+            before = _parts((await self._bucket.get(self._key)).value or b"")
+        except KeyNotFoundError:
+            before = []
+        room = self._client.max_payload - PART_MARGIN
+        if len(value) > room:
+            unique, parts = secrets.token_hex(4), []
+            for start in range(0, len(value), room):
+                parts.append(f"{self._key}.{unique}-{start}")
+                await self._bucket.put(parts[-1], value[start : start + room])
+            value = json.dumps({"v": 1, "parts": parts}).encode()
+        await self._bucket.put(self._key, value)
+        for part in before:
+            await self._bucket.purge(part)
 
     async def newest_seq(self) -> int:
         """The sequence of the newest message in the stream; 0 if it cannot be read now."""
@@ -249,13 +300,17 @@ class CoverageWatch:
 
     async def run(self, interval: float) -> None:
         """Compare every `interval` or POLL_SECONDS, whichever is shorter; retry after failures."""
+        failing: set[str] = set()
         while True:
             await stay_cancelled()
             for step in (self._finish, self._compare):
                 try:
                     await step()
+                    failing.discard(step.__name__)
                 except _FAILURES as error:
-                    event(log, "coverage not compared", level=logging.DEBUG, reason=str(error))
+                    level = logging.DEBUG if step.__name__ in failing else logging.WARNING
+                    event(log, "coverage not compared", level=level, reason=str(error))
+                    failing.add(step.__name__)
             await asyncio.sleep(min(interval, POLL_SECONDS))
 
     async def _compare(self) -> None:

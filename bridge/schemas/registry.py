@@ -77,6 +77,13 @@ def _delimiter(kind: ColumnType) -> dict[str, str]:
     return {} if is_usual else {"element_delimiter": kind.element_delimiter}
 
 
+class Described(NamedTuple):
+    """What the catalog says of a table, and its names of the types, by OID and modifier."""
+
+    table: CatalogTable
+    type_names: Mapping[tuple[int, int], str]
+
+
 @dataclass(slots=True)
 class _Versions:
     current: Document | None = None
@@ -159,14 +166,31 @@ class SchemaRegistry:
         return token in self._versions and self._versions[token].stored is not None
 
     async def version_for(
-        self, structure: Structure, types: Sequence[ColumnType], *, lsn: int, from_log: bool
+        self,
+        structure: Structure,
+        types: Sequence[ColumnType],
+        *,
+        lsn: int,
+        from_log: bool,
+        described: Described | None = None,
     ) -> Document:
-        """The document for a structure; `needs_storing` tells whether it must be stored."""
+        """The document for a structure; `needs_storing` tells whether it must be stored.
+
+        `described` is what the catalog says of the table, if it was read already.
+        """
         async with self._lock:
-            return await self._version_for(structure, types, lsn=lsn, from_log=from_log)
+            return await self._version_for(
+                structure, types, lsn=lsn, from_log=from_log, described=described
+            )
 
     async def _version_for(
-        self, structure: Structure, types: Sequence[ColumnType], *, lsn: int, from_log: bool
+        self,
+        structure: Structure,
+        types: Sequence[ColumnType],
+        *,
+        lsn: int,
+        from_log: bool,
+        described: Described | None,
     ) -> Document:
         entry = self._versions.setdefault(structure.token, _Versions())
         wanted = structure.fingerprint
@@ -191,12 +215,18 @@ class SchemaRegistry:
                     entry.current = document
                 return document
         version = 1 + entry.newest_version
-        table = await self._catalog_table(structure)
-        document = await self._describe(structure, types, table, version, lsn)
+        if described is None:
+            described = await self._read_catalog(structure)
+        document = self._describe(structure, types, described, version, lsn)
         entry.newest = document
         if from_log:
             entry.current = document
         return document
+
+    async def _read_catalog(self, structure: Structure) -> Described:
+        table = await self._catalog_table(structure)
+        names = await self._catalog.format_types([_type_of(column) for column in structure.columns])
+        return Described(table, dict(zip(map(_type_of, structure.columns), names, strict=True)))
 
     async def _catalog_table(self, structure: Structure) -> CatalogTable:
         """The table in the catalog, which may be older than the log for a moment.
@@ -214,33 +244,29 @@ class SchemaRegistry:
             await asyncio.sleep(pause)
         return table
 
-    async def _describe(
+    def _describe(
         self,
         structure: Structure,
         types: Sequence[ColumnType],
-        table: CatalogTable,
+        described: Described,
         version: int,
         lsn: int,
     ) -> Document:
-        names = await self._catalog.format_types(
-            [(column.type_oid, column.type_modifier) for column in structure.columns]
-        )
+        table = described.table
         now = {column.name: column for column in table.columns}
         columns = []
-        for place, (described, data_type, kind) in enumerate(
-            zip(structure.columns, names, types, strict=True), start=1
-        ):
-            column = now.get(described.name)
+        for place, (wanted, kind) in enumerate(zip(structure.columns, types, strict=True), start=1):
+            column = now.get(wanted.name)
             columns.append(
                 {
-                    "name": described.name,
+                    "name": wanted.name,
                     "position": place,
-                    "data_type": data_type,
-                    "type_oid": described.type_oid,
-                    "type_modifier": described.type_modifier,
+                    "data_type": described.type_names[_type_of(wanted)],
+                    "type_oid": wanted.type_oid,
+                    "type_modifier": wanted.type_modifier,
                     "is_nullable": column.is_nullable if column else True,
                     "column_default": column.default if column else None,
-                    "is_key": described.is_key,
+                    "is_key": wanted.is_key,
                     "base_type_oid": kind.base_oid,
                     "element_oid": kind.element_oid,
                     **_delimiter(kind),
@@ -279,11 +305,39 @@ class SchemaRegistry:
         found = await self._catalog.table_by_name(schema, table)
         if found is None:
             return None
-        columns = tuple(
-            StructureColumn(c.name, c.type_oid, c.type_modifier, c.name in found.identity)
-            for c in found.columns
-            if (c.name in published if published is not None else not c.is_generated)
-        )
-        structure = Structure(found.relation_id, schema, table, found.replica_identity, columns)
-        types = await self._catalog.column_types([(c.type_oid, c.type_modifier) for c in columns])
-        return await self.version_for(structure, types, lsn=lsn, from_log=False)
+        (document,) = await self.from_catalog_tables([(schema, table, found, published)], lsn)
+        return document
+
+    async def from_catalog_tables(
+        self,
+        tables: Sequence[tuple[str, str, CatalogTable, Collection[str] | None]],
+        lsn: int,
+    ) -> list[Document]:
+        """The documents of tables that were read from the catalog, with their published columns."""
+        structures = []
+        for schema, name, table, published in tables:
+            columns = tuple(
+                StructureColumn(c.name, c.type_oid, c.type_modifier, c.name in table.identity)
+                for c in table.columns
+                if (c.name in published if published is not None else not c.is_generated)
+            )
+            structures.append(
+                Structure(table.relation_id, schema, name, table.replica_identity, columns)
+            )
+        pairs = list({_type_of(column): None for one in structures for column in one.columns})
+        types = dict(zip(pairs, await self._catalog.column_types(pairs), strict=True))
+        names = dict(zip(pairs, await self._catalog.format_types(pairs), strict=True))
+        return [
+            await self.version_for(
+                structure,
+                [types[_type_of(column)] for column in structure.columns],
+                lsn=lsn,
+                from_log=False,
+                described=Described(table, names),
+            )
+            for structure, (_, _, table, _) in zip(structures, tables, strict=True)
+        ]
+
+
+def _type_of(column: StructureColumn) -> tuple[int, int]:
+    return column.type_oid, column.type_modifier

@@ -6,20 +6,23 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import nats.errors
-from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+from nats.js.errors import APIError, KeyNotFoundError, KeyWrongLastSequenceError
 
-from bridge.errors import SchemaOvertaken, TableTaken
+from bridge.errors import BridgeError, Retryable, SchemaOvertaken, TableTaken
 from bridge.schemas.registry import DocumentVersion, fingerprint_of
 from consumer_sdk.wire.envelope import decode_payload, encode
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from nats.js.kv import KeyValue
 
     from consumer_sdk.wire.envelope import Document
+
+
+PUTS_AT_ONCE = 64
 
 
 def read_document(value: bytes) -> Document | None:
@@ -44,7 +47,8 @@ class SchemaStore:
         self._bucket = bucket
         self._source = source
         self._as_json = as_json
-        self._lock = asyncio.Lock()
+        self._locks = tuple(asyncio.Lock() for _ in range(PUTS_AT_ONCE))
+        """A document has one of these: two of the same table are not put at the same time."""
         self._known: dict[str, DocumentVersion] = {}
         """The documents that this bridge has read or written, by table."""
 
@@ -79,6 +83,31 @@ class SchemaStore:
             "stream; take it out of one publication, or give this bridge another --prefix"
         )
 
+    def _lock_of(self, token: str) -> asyncio.Lock:
+        return self._locks[hash(token) % len(self._locks)]
+
+    async def put_all(
+        self, documents: Mapping[str, Document], note_stored: Callable[[str, Document], None]
+    ) -> None:
+        """Store documents as `put` does, many at a time; raise an error when all were tried."""
+        waiting = iter(documents.items())
+        errors: list[Exception] = []
+
+        async def work() -> None:
+            for token, document in waiting:
+                try:
+                    await self.put(token, document)
+                except (BridgeError, Retryable, nats.errors.Error, APIError, TimeoutError) as error:
+                    errors.append(error)
+                else:
+                    note_stored(token, document)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(PUTS_AT_ONCE, len(documents))):
+                group.create_task(work())
+        for error in errors:
+            raise error
+
     async def put(self, token: str, document: Document) -> None:
         """Store a document unless KV holds a later one.
 
@@ -86,9 +115,14 @@ class SchemaStore:
         this source has stored a version that this bridge has neither read nor written.
         """
         value = encode(document, as_json=self._as_json)
-        async with self._lock:
+        async with self._lock_of(token):
+            is_new = token not in self._known
             for _ in range(5):
                 try:
+                    if is_new:
+                        # Most often there is none yet, so this is the only request.
+                        is_new = False
+                        raise KeyNotFoundError
                     entry = await self._bucket.get(token)
                     held = read_document(entry.value or b"")
                     self.refuse_foreign(held)
@@ -120,7 +154,7 @@ class SchemaStore:
 
     async def remove(self, token: str) -> None:
         """Remove a table of this source from the bucket."""
-        async with self._lock:
+        async with self._lock_of(token):
             try:
                 entry = await self._bucket.get(token)
             except KeyNotFoundError:

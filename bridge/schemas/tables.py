@@ -18,10 +18,10 @@ from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from bridge.postgres.catalog import Catalog
-    from bridge.postgres.publication import PublicationReader
+    from bridge.postgres.publication import PublicationReader, PublishedRelation
     from bridge.schemas.registry import SchemaRegistry
     from bridge.schemas.store import SchemaStore
     from bridge.wal.messages import Relation
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("bridge.tables")
 
 TABLE_POLL_SECONDS = 5.0
+RETRY_SECONDS = 1.0
+TABLES_AT_ONCE = 200
 
 
 class PublishedTables:
@@ -43,15 +45,25 @@ class PublishedTables:
         registry: SchemaRegistry,
         store: SchemaStore,
         confirmed_lsn: Callable[[], int],
+        known: Collection[str],
     ) -> None:
+        """`known` are the tokens of the tables that were published at the last look."""
         self._catalog = catalog
         self._publication = publication
         self._registry = registry
         self._store = store
         self._confirmed_lsn = confirmed_lsn
+        self._known = known
         self._overtaken: SchemaOvertaken | None = None
-        self.first_pass_done = asyncio.Event()
-        """Set after the first attempt to store the schemas of all tables."""
+        self.all_stored = asyncio.Event()
+        """Set when KV holds the schemas of all tables of the publication for the first time."""
+        self.missing: str | None = None
+        """Why KV does not hold them yet."""
+
+    @property
+    def has_stored_known(self) -> bool:
+        """Whether KV holds the schemas of the tables that were published at the last look."""
+        return all(map(self._registry.is_stored, self._known))
 
     async def from_log(self, message: Relation, commit_lsn: int) -> VersionedStructure:
         """The version of a relation as the log describes it."""
@@ -103,16 +115,57 @@ class PublishedTables:
         """
         while True:
             await stay_cancelled()
+            pause = min(interval, TABLE_POLL_SECONDS)
             try:
-                for schema, table in await self._publication.tables():
-                    if not self._registry.is_stored(table_token(schema, table)):
-                        await self.ensure_schema(schema, table)
+                await self._store_missing()
+                self.missing = None
+                self.all_stored.set()
             except (Retryable, SourceError, nats.errors.Error, APIError, TimeoutError) as error:
-                event(log, "schemas not refreshed", level=logging.DEBUG, reason=str(error))
+                is_first = not self.all_stored.is_set()
+                self.missing = str(error) if is_first else None
+                level = logging.WARNING if is_first else logging.DEBUG
+                event(log, "schemas not refreshed", level=level, reason=str(error))
+                if is_first:
+                    pause = min(pause, RETRY_SECONDS)
             if self._overtaken is not None:
                 raise self._overtaken
-            self.first_pass_done.set()
-            await asyncio.sleep(min(interval, TABLE_POLL_SECONDS))
+            await asyncio.sleep(pause)
+
+    async def _store_missing(self) -> None:
+        """Store the schemas of tables that have none, some hundred tables at a time."""
+        is_stored = self._registry.is_stored
+        names = await self._publication.tables()
+        if all(is_stored(table_token(schema, table)) for schema, table in names):
+            return
+        missing = [
+            one
+            for one in await self._publication.published()
+            if not is_stored(table_token(one.schema, one.table))
+        ]
+        for start in range(0, len(missing), TABLES_AT_ONCE):
+            self.missing = f"{len(missing) - start} are not stored yet"
+            await self._store_tables(missing[start : start + TABLES_AT_ONCE])
+
+    async def _store_tables(self, relations: Sequence[PublishedRelation]) -> None:
+        found = await self._catalog.tables_by_id(
+            {one.relation_id: one.replica_identity for one in relations}
+        )
+        documents = await self._registry.from_catalog_tables(
+            [
+                (one.schema, one.table, found[one.relation_id], one.columns)
+                for one in relations
+                if one.relation_id in found
+            ],
+            self._confirmed_lsn(),
+        )
+        try:
+            await self._store.put_all(
+                {table_token(one["schema"], one["table"]): one for one in documents},
+                self._registry.note_stored,
+            )
+        except SchemaOvertaken as error:
+            self._overtaken = error
+            raise
 
     def stored_tokens(self) -> set[str]:
         """The tables with a document in KV."""

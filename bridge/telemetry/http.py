@@ -208,6 +208,9 @@ class HttpServer:
         stats = self._stats
         ready = stats.state == "streaming" and stats.nats_connected and stats.is_ready
         document = {"ready": ready, "state": stats.state}
+        if not ready and stats.waiting is not None:
+            # Anybody may ask, so the details are only in /status.
+            document["waiting_for"] = stats.waiting.step
         return _json(document, status=200 if ready else 503)
 
     async def _get_status(self, _request: web.Request) -> web.Response:

@@ -74,7 +74,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[BridgeStats], float | None]], ...] = (
     ("bridge_nats_connected", "1 while NATS is connected", lambda s: s.nats_connected),
     (
         "bridge_last_processing_time_us",
-        "Microseconds spent on the last batch, from decoding to acknowledgement",
+        "Microseconds from the receipt of the last batch's first WAL message to its ack",
         lambda s: s.last_processing_time_us,
     ),
     ("bridge_ring_depth", "Entries waiting between reader and publisher", lambda s: s.ring_depth),

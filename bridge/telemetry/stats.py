@@ -9,7 +9,7 @@ import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 class State(StrEnum):
@@ -100,6 +100,16 @@ class StatusWarning:
     severity: WarningSeverity = "warning"
 
 
+class Waiting(NamedTuple):
+    """What a start waits for: a step, which anybody may see, and details, such as sessions."""
+
+    step: str
+    details: str
+
+    def __str__(self) -> str:
+        return f"{self.step}: {self.details}"
+
+
 class BridgeStats:
     """All counters and gauges of one bridge; "published" always means acknowledged."""
 
@@ -142,6 +152,8 @@ class BridgeStats:
         self.slot_active = False
         self.is_ready = False
         """Whether consumers find a schema for every table."""
+        self.waiting: Waiting | None = None
+        """What the bridge waits for before it is ready, if it is known."""
         self.wal_lag_bytes = 0
         self.wal_status = ""
         self.slot_restart_lsn = 0

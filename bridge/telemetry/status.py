@@ -82,6 +82,7 @@ def status_document(stats: BridgeStats, sample: dict[str, Any] | None = None) ->
             "nats": stats.nats_version,
         },
         "last_error": mask_secrets(stats.last_error) if stats.last_error else None,
+        "waiting_for": mask_secrets(str(stats.waiting)) if stats.waiting else None,
         "ring": {
             "depth": stats.ring_depth,
             "capacity": stats.ring_capacity,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,9 +48,13 @@ if TYPE_CHECKING:
     from consumer_sdk.wire.column_types import TableSchema
 
 ANSWER_SECONDS = 3.0
-# While a bridge is too busy to check a request, the request is repeated for this long.
-BUSY_SECONDS = 20.0
+# A bridge that has too many requests leaves some unanswered: so often they are repeated.
+SILENT_ATTEMPTS = 4
+# While a bridge is too busy for a request, the request is repeated for this long: hundreds of
+# tables may be asked for at once, and a bridge copies some of them at a time.
+BUSY_SECONDS = 900.0
 BUSY_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 5.0
 FORMATS = ("msgpack", "json", "arrow")
 
 
@@ -207,9 +212,16 @@ class _Pending:
     async def _ask(self, options: dict[str, Any]) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + BUSY_SECONDS
+        pause, silent = BUSY_PAUSE_SECONDS, 0
         while True:
             await stay_cancelled()
             answer = await self._ask_once(options)
+            if answer is None:
+                silent += 1
+                if silent == SILENT_ATTEMPTS:
+                    raise self._no_answer()
+                continue
+            silent = 0
             if answer.get("ok") is True:
                 return answer
             is_busy = answer.get("retry") is True
@@ -217,9 +229,12 @@ class _Pending:
                 reason = answer.get("error") or "the bridge gave no reason"
                 kind = SnapshotFailed if is_busy else RequestRefused
                 raise kind(f"snapshot of {self._table} refused: {reason}")
-            await asyncio.sleep(BUSY_PAUSE_SECONDS)
+            # Requests that were turned away together do not come back together.
+            await asyncio.sleep(random.uniform(BUSY_PAUSE_SECONDS, pause))  # noqa: S311
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
-    async def _ask_once(self, options: dict[str, Any]) -> dict[str, Any]:
+    async def _ask_once(self, options: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer to one request; None if there is a bridge and it does not answer."""
         subject = self._deployment.subjects.snapshot_request(self._token)
         body = msgpack.packb(options) if options else b""
         headers = {CONTENT_TYPE: MSGPACK} if options else None
@@ -238,7 +253,7 @@ class _Pending:
                     raise self._no_answer() from None
                 await asyncio.sleep(0.25)
             except (nats.errors.TimeoutError, TimeoutError):
-                raise self._no_answer() from None
+                return None
         return _read_map(reply.data)
 
     def _no_answer(self) -> NotAvailable:

@@ -14,7 +14,8 @@ from tests.bench import latency, memory, report, throughput
 from tests.bench.rig import Rig, started
 
 SECTIONS = (
-    "throughput", "latency", "memory", "scrape", "snapshot", "reading", "commands", "spark",
+    "throughput", "latency", "memory", "scrape", "snapshot", "reading", "commands", "tables",
+    "spark",
 )  # fmt: skip
 
 
@@ -103,6 +104,12 @@ def _commands(rig: Rig, repeats: int) -> Any:
     return _generic("what a user waits for", commands.measure(rig, repeats))
 
 
+def _tables(rig: Rig, _repeats: int) -> Any:
+    from tests.bench import many_tables
+
+    return _generic("thousands of tables and partitions", many_tables.measure(rig))
+
+
 def _spark(rig: Rig, repeats: int) -> Any:
     from tests.bench import spark
 
@@ -124,6 +131,7 @@ _RUNNERS = {
     "snapshot": _snapshot,
     "reading": _reading,
     "commands": _commands,
+    "tables": _tables,
     "spark": _spark,
 }
 
