@@ -23,6 +23,7 @@ from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.schemas import TableName, resolve_table
 from consumer_sdk.snapshot.snapshot import (
+    PIECES,
     Snapshot,
     SnapshotMeta,
     count_chunks,
@@ -37,7 +38,7 @@ from consumer_sdk.wire.errors import WireError, WireVersionError
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
@@ -51,6 +52,7 @@ ANSWER_SECONDS = 3.0
 BUSY_SECONDS = 20.0
 BUSY_PAUSE_SECONDS = 0.5
 FORMATS = ("msgpack", "json", "arrow")
+MOST_KEYS = 1000
 
 
 class RequestRefused(SnapshotFailed):
@@ -85,6 +87,11 @@ class RequestOptions:
     columns: Sequence[str] | None = None
     format: str | None = None
     zstd: bool | None = None
+    pieces: bool = False
+    """Whether the snapshot may have several consistent points."""
+    where: Mapping[str, Any] | None = None
+    """Only the rows with these keys: `keys`, a list of keys, or `from` and `to`, of which the first
+    is included and the second is not. A key is a list of wire values."""
 
     def to_document(self, schema: TableSchema) -> dict[str, Any]:
         """The options as the bridge expects them; UsageError for an unknown column or format."""
@@ -103,7 +110,30 @@ class RequestOptions:
             document["format"] = self.format
         if self.zstd is not None:
             document["zstd"] = self.zstd
+        if not self.pieces:
+            document[PIECES] = False
+        if self.where is not None:
+            document["where"] = _where(self.where, schema)
         return document
+
+
+def _where(where: Mapping[str, Any], schema: TableSchema) -> dict[str, list[Any]]:
+    """The rows as the bridge expects them; UsageError for what it would refuse anyway."""
+    table = format_table_name(schema.schema, schema.table)
+    width = len(schema.row_key)
+    if not width:
+        raise UsageError(f"table {table} has no key, so `where` cannot select rows of it")
+    if not where or not (where.keys() == {"keys"} or where.keys() <= {"from", "to"}):
+        raise UsageError("`where` has either `keys`, or `from` and `to`, or one of these two")
+    keys = where["keys"] if "keys" in where else list(where.values())
+    if len(keys) > MOST_KEYS:
+        raise UsageError(f"`where` names {len(keys)} keys; at most {MOST_KEYS} are allowed")
+    if any(isinstance(key, (str, bytes)) or len(key) != width for key in keys):
+        named = ", ".join(schema.row_key)
+        raise UsageError(f"a key of table {table} is a list of {width} values: {named}")
+    if "keys" in where:
+        return {"keys": [list(key) for key in keys]}
+    return {name: list(key) for name, key in where.items()}
 
 
 async def take_snapshot(
@@ -127,7 +157,13 @@ async def take_snapshot(
             if meta is not None and await is_reusable(deployment, meta, document):
                 return Snapshot(deployment, meta, reused=True)
     pending = _Pending(deployment, token, _display(table), progress, stall_timeout)
-    return Snapshot(deployment, await pending.run(document, fresh), reused=False)
+    meta = await pending.run(document, fresh)
+    if meta.exact_lsn and not options.pieces:
+        raise SnapshotFailed(
+            f"{meta.describe()} has several consistent points, although one was requested; "
+            "upgrade the bridge"
+        )
+    return Snapshot(deployment, meta, reused=False)
 
 
 def _display(table: TableName) -> str:
