@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
 from consumer_sdk.mirror.decisions import RepairNeeded, RowAnswer
 from consumer_sdk.mirror.notices import MirrorStatus, Notice
-from consumer_sdk.snapshot.request import RequestRefused
+from consumer_sdk.snapshot.request import RequestRefused, SnapshotAbandoned, SnapshotStalled
 from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.incomplete import key_text, key_values, takes_pieces
 from consumer_sdk.targets.target import CopyState, SnapshotRow
@@ -92,12 +92,14 @@ class Loader:
                     raise
                 problem: Exception = error
             except (SnapshotFailed, CorruptData) as error:
-                # The stored snapshot may be damaged or trimmed, so a new one is requested.
+                # The stored snapshot may be damaged or trimmed, so a new one is requested; but one
+                # that a stopped bridge left unfinished may be finished by the next bridge.
+                unfinished = isinstance(error, (SnapshotAbandoned, SnapshotStalled))
                 if failures + 1 >= ATTEMPTS and not (
                     self._keep_trying and isinstance(error, SnapshotFailed)
                 ):
                     raise
-                problem, fresh = error, True
+                problem, fresh = error, fresh or not unfinished
             else:
                 return
             pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]

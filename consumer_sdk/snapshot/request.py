@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from consumer_sdk.snapshot.snapshot import (
     count_chunks,
     decode_meta,
     is_reusable,
-    newest_meta,
+    newest_metas,
 )
 from consumer_sdk.transport.api import parse_headers, stream_bounds
 from consumer_sdk.transport.cancellation import stay_cancelled
@@ -61,6 +61,10 @@ class RequestRefused(SnapshotFailed):
 
 class SnapshotAbandoned(SnapshotFailed):
     """The bridge stopped or was replaced during the copy; the same request may succeed now."""
+
+
+class SnapshotStalled(SnapshotFailed):
+    """The snapshot made no progress for too long; the same request may find it complete later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +156,11 @@ async def take_snapshot(
     if not fresh:
         # A damaged meta, or one of another table, is not used: a new snapshot replaces it.
         with suppress(CorruptData):
-            frame = await newest_meta(deployment, token)
-            meta = None if frame is None else decode_meta(frame)
-            if meta is not None and await is_reusable(deployment, meta, document):
-                return Snapshot(deployment, meta, reused=True)
+            async with aclosing(newest_metas(deployment, token)) as frames:
+                async for frame in frames:
+                    meta = decode_meta(frame)
+                    if await is_reusable(deployment, meta, document):
+                        return Snapshot(deployment, meta, reused=True)
     pending = _Pending(deployment, token, _display(table), progress, stall_timeout)
     meta = await pending.run(document, fresh)
     if meta.exact_lsn and not options.pieces:
@@ -210,9 +215,11 @@ class _Pending:
             self._snapshot_id = str(answer.get("snapshot_id", ""))
             self._state = str(answer.get("state", "running"))
             # The bridge may answer with a snapshot that was complete before the request.
-            frame = await newest_meta(self._deployment, self._token)
-            meta = None if frame is None else self._outcome(frame)
-            return meta or await self._wait(consumer)
+            async with aclosing(newest_metas(self._deployment, self._token)) as frames:
+                async for frame in frames:
+                    if (meta := self._outcome(frame)) is not None:
+                        return meta
+            return await self._wait(consumer)
         except nats.errors.Error as error:
             raise NotAvailable(
                 f"NATS does not answer: {self._deployment.nc.explain(error)}"
@@ -285,7 +292,7 @@ class _Pending:
                 continue
             stored = await count_chunks(self._deployment, self._token, self._snapshot_id)
             if chunks is not None and stored <= chunks:
-                raise SnapshotFailed(
+                raise SnapshotStalled(
                     f"snapshot {self._snapshot_id} of {self._table} made no progress for "
                     f"{self._stall_timeout:g} s (last state: {self._state})"
                 )

@@ -274,11 +274,33 @@ def _first_missing(seen: set[int]) -> int:
     return next(number for number in count() if number not in seen)
 
 
-async def newest_meta(deployment: Deployment, token: str) -> Frame | None:
-    """The message with the newest meta of a table, None if there is none."""
+async def newest_metas(deployment: Deployment, token: str) -> AsyncGenerator[Frame, None]:
+    """The messages with the newest meta of a table, and with the newest that has all rows."""
     subjects = deployment.subjects
-    request = {"last_by_subj": subjects.meta(token)}
-    return await get_message(deployment.nc, subjects.init_stream, request)
+    subject, stream = subjects.meta(token), subjects.init_stream
+    newest = await get_message(deployment.nc, stream, {"last_by_subj": subject})
+    if newest is None:
+        return
+    yield newest
+    # Many answers with some rows may follow a snapshot that took hours.
+    whole = None
+    sequence = 1
+    while not _has_all_rows(newest) and sequence < newest.stream_seq:
+        request = {"seq": sequence, "next_by_subj": subject}
+        frame = await get_message(deployment.nc, stream, request)
+        if frame is None:
+            break
+        whole = frame if _has_all_rows(frame) else whole
+        sequence = frame.stream_seq + 1
+    if whole is not None:
+        yield whole
+
+
+def _has_all_rows(frame: Frame) -> bool:
+    try:
+        return decode_meta(frame).options.get("where") is None
+    except CorruptData:
+        return True
 
 
 def decode_meta(frame: Frame) -> SnapshotMeta:

@@ -19,6 +19,7 @@ from consumer_sdk.errors import (
     UsageError,
     VersionTooNew,
 )
+from consumer_sdk.mirror import MemoryTarget, mirror
 from consumer_sdk.snapshot.snapshot import is_reusable
 from consumer_sdk.wire.envelope import ARROW, encode
 from tests.fixtures.publisher import COLUMNS, EPOCH, Publisher
@@ -358,6 +359,44 @@ async def test_rows_are_asked_for_by_key(publisher: Publisher, client: Client) -
         {"pieces": False, "where": {"keys": [[3]]}},
         {"pieces": False, "where": {"from": [1], "to": [4]}},
     ]
+
+
+async def test_answers_with_some_rows_do_not_hide_the_snapshot_of_the_table(
+    publisher: Publisher, client: Client
+) -> None:
+    await publisher.snapshot(ROWS, snapshot_id="older")
+    await publisher.snapshot(ROWS, snapshot_id="all", pieces=PIECES)
+    for number in range(3):
+        options = {"where": {"keys": [[number]]}}
+        await publisher.snapshot(ROWS[1:], snapshot_id=f"some{number}", options=options)
+    found = await client.snapshot("users", pieces=True)
+    assert (found.meta.snapshot_id, found.reused) == ("all", True)
+
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "all", "state": "complete"}))
+
+    # The bridge may name a snapshot that other metas have followed.
+    async with answering(publisher, bridge):
+        found = await client.snapshot("users", pieces=True, zstd=False)
+        assert found.meta.snapshot_id == "all"
+
+
+async def test_a_mirror_uses_the_snapshot_that_the_next_bridge_finishes(
+    publisher: Publisher, client: Client
+) -> None:
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "long", "state": "running"}))
+        if len(requests) == 1:
+            error = {"v": 1, "snapshot_id": "long", "error": "stopped", "retry": True}
+            await publisher.js.publish(publisher.subjects.error("users"), encode(error))
+        else:
+            await publisher.snapshot(ROWS, snapshot_id="long", lsn=publisher.lsn)
+
+    target = MemoryTarget()
+    async with answering(publisher, bridge) as requests, asyncio.timeout(30):
+        await mirror(client, ["users"], target, once=True)
+    assert [request.get("fresh", False) for request in requests] == [False, False]
+    assert len(target.rows("users")) == len(FLAT)
 
 
 @pytest.mark.parametrize(
