@@ -27,6 +27,7 @@ from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     from nats.aio.client import Client as NatsClient
     from nats.aio.msg import Msg
@@ -334,6 +335,29 @@ async def test_a_bridge_that_sends_several_points_unasked_is_not_believed(
     async with answering(publisher, bridge):
         with pytest.raises(SnapshotFailed, match="several consistent points"):
             await client.snapshot("users")
+
+
+async def test_a_file_has_one_state_of_the_table(
+    publisher: Publisher, run_command: Any, nats_server: NatsServer, prefix: str, tmp_path: Path
+) -> None:
+    await publisher.snapshot(ROWS, snapshot_id="several", pieces=PIECES)
+
+    async def cdc(*arguments: str) -> Any:
+        options = ("--prefix", prefix)
+        return await asyncio.to_thread(run_command, "cdc", "snapshot", *arguments, *options)
+
+    verified = await cdc("users")
+    assert (verified.returncode, verified.stderr) == (0, "")
+    assert "3 rows, verified; snapshot several at 0/5000 to 0/6000, reused" in verified.stdout
+
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "one", "state": "running"}))
+        await publisher.snapshot(ROWS, snapshot_id="one")
+
+    async with answering(publisher, bridge) as requests:
+        written = await cdc("users", "--out", str(tmp_path / "users.jsonl"))
+    assert requests == [{"pieces": False}]
+    assert "snapshot one at 0/5000, new" in written.stdout, written.stderr
 
 
 async def test_a_chunk_of_another_point_is_corrupt(publisher: Publisher, client: Client) -> None:
