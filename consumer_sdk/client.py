@@ -102,19 +102,23 @@ class Client:
         columns: Sequence[str] | None = None,
         format: str | None = None,  # noqa: A002
         zstd: bool | None = None,
+        pieces: bool = False,
+        where: Mapping[str, Any] | None = None,
         progress: Callable[[SnapshotProgress], None] | None = None,
         stall_timeout: float = 60.0,
     ) -> Snapshot:
         """A complete snapshot of a table: a retained one if still valid, else a new one.
 
-        `fresh` requests a new one in any case. Raises NotAvailable if no bridge answers, and
+        `fresh` requests a new one in any case. `pieces` allows several consistent points, see
+        SnapshotMeta. `where` selects rows by key: `{"keys": [[1], [2]]}`, or `{"from": [1],
+        "to": [100]}`, without the row at `to`. Raises NotAvailable if no bridge answers, and
         SnapshotFailed if the bridge refuses, fails, or makes no progress for `stall_timeout`
         seconds.
         """
         return await take_snapshot(
             self.deployment,
             table,
-            RequestOptions(columns, format, zstd),
+            RequestOptions(columns, format, zstd, pieces, where),
             fresh=fresh,
             progress=progress,
             stall_timeout=stall_timeout,

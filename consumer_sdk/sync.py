@@ -19,7 +19,7 @@ from consumer_sdk.client import Client
 from consumer_sdk.client import connect as connect_async
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 
     from consumer_sdk.reading.decoder import Stored
     from consumer_sdk.reading.log import LogBounds
@@ -87,12 +87,21 @@ class BlockingClient:
         *,
         fresh: bool = False,
         columns: Sequence[str] | None = None,
+        where: Mapping[str, Any] | None = None,
         progress: Callable[[SnapshotProgress], None] | None = None,
         stall_timeout: float = 60.0,
     ) -> BlockingSnapshot:
-        """A complete snapshot: a retained one if still valid, else a new one."""
+        """A complete snapshot: a retained one if still valid, else a new one.
+
+        `where` selects rows by key, see `Client.snapshot`.
+        """
         taking = self._client.snapshot(
-            table, fresh=fresh, columns=columns, progress=progress, stall_timeout=stall_timeout
+            table,
+            fresh=fresh,
+            columns=columns,
+            where=where,
+            progress=progress,
+            stall_timeout=stall_timeout,
         )
         return BlockingSnapshot(self._loop.run(taking), self._loop)
 

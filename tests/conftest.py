@@ -65,6 +65,7 @@ pytest_plugins = [
     "tests.fixtures.cdc_log",
     "tests.fixtures.publisher",
     "tests.fixtures.snapshots",
+    "tests.fixtures.pieces",
     "tests.fixtures.demo",
     "tests.fixtures.hypothesis_profiles",
     "tests.fixtures.mirror",

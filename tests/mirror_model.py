@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from consumer_sdk.mirror.decisions import RowAnswer, WantedRows
 from consumer_sdk.reading.decoder import Stored
 from consumer_sdk.targets.evolution import key_columns
+from consumer_sdk.targets.incomplete import key_text
 from consumer_sdk.targets.target import CopyState, MirrorCopy, SnapshotRow, TableName
 from consumer_sdk.wire.column_types import Column, TableSchema
 from consumer_sdk.wire.envelope import Event
@@ -210,6 +212,28 @@ class ModelSource:
         )
         rows = self.at(snapshot_lsn - 1)[table]
         return made, [SnapshotRow(dict(row), ()) for row in rows]
+
+    def pieces(
+        self, table: TableName, groups: list[tuple[int, set[Any]]], cdc_seq: int, exact_lsn: int = 0
+    ) -> tuple[MirrorCopy, list[SnapshotRow]]:
+        """The same from several consistent points, each with the values of `id` copied there."""
+        points = [lsn for lsn, _ in groups]
+        made, _ = self.snapshot(table, min(points), cdc_seq)
+        made = replace(made, exact_lsn=max(exact_lsn, *points))
+        rows = [
+            SnapshotRow(dict(row), ())
+            for lsn, keys in groups
+            for row in self.at(lsn - 1)[table]
+            if row["id"] in keys
+        ]
+        return made, rows
+
+    def answer(self, wanted: WantedRows, lsn: int) -> RowAnswer:
+        """The wanted rows as of an LSN."""
+        key = key_columns(wanted.copy.schema)
+        rows = {key_text(key, row): row for row in self.at(lsn - 1)[wanted.copy.name]}
+        found = {text: SnapshotRow(dict(rows[text]), ()) for text in wanted.keys if text in rows}
+        return RowAnswer(wanted, lsn, found)
 
     def _add(
         self,

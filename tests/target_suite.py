@@ -251,6 +251,64 @@ class TargetSuite:
         bench.target.rollback()
         bench.writer.close()
 
+    def test_changes_that_the_rows_hold_already_are_replayed(self, target: Any) -> None:
+        bench = Bench(target)
+        source, table = bench.source, FULL
+        for key in range(1, 6):
+            source.insert(T, row(key))
+            source.insert(table, row(key))
+        first = source.commit() + 1
+        for named in (T, table):
+            source.insert(named, row(6))
+            source.update(named, row(1), row(1, name="x"), unchanged=("body",))
+            source.update(named, row(2), row(2, name="y"))
+            source.delete(named, row(3))
+            source.insert(named, row(3, name="again"))
+            source.delete(named, row(4))
+            source.update(named, row(5), row(7, name="moved"))
+            source.update(named, row(6), row(5))
+        second = source.commit() + 1
+        bench.writer.plan([c.plan_again() for c in bench.writer.read_state().copies])
+        for named in source.schemas:
+            # Each half of the keys at another point; of the bag, all of it.
+            groups = [(first, {1, 3, 5, 7}), (second, {2, 4, 6})]
+            copy, rows = (
+                source.snapshot(named, first, 1)
+                if named == BAG
+                else source.pieces(named, groups, 1)
+            )
+            bench.writer.start_load(copy)
+            bench.writer.load(copy, rows)
+            bench.writer.finish_load(copy)
+        source.truncate(T)
+        source.insert(T, row(9))
+        bench.commit()
+        bench.writer.close()
+
+    def test_a_row_that_lacks_a_value_is_completed(self, target: Any) -> None:
+        bench = Bench(target, table_schema("t"))
+        source = bench.source
+        source.insert(T, row(9, body="wide"))
+        source.insert(T, row(2))
+        first = source.commit() + 1
+        source.update(T, row(9, body="wide"), row(1, body="wide"), unchanged=("body",))
+        second = source.commit() + 1
+        bench.writer.plan([c.plan_again() for c in bench.writer.read_state().copies])
+        copy, rows = source.pieces(T, [(first, {1, 2}), (second, {9})], 1)
+        bench.writer.start_load(copy)
+        bench.writer.load(copy, rows)
+        bench.writer.finish_load(copy)
+        source.progress()
+        bench.follow()
+        # The incomplete row is saved, so that another process can go on.
+        machine = HandOff(bench.writer.read_state(), CREATED)
+        (wanted,) = machine.wanted_rows()
+        bench.writer.perform(machine.take_answer(source.answer(wanted, source.lsn)))
+        source.progress()
+        bench.writer.perform(machine.advance(source.stream.since(machine.start_sequence)))
+        assert normalized(target.rows("t")) == normalized(source.rows[T])
+        bench.writer.close()
+
     def test_names_that_look_like_a_statement_are_names(self, target: Any) -> None:
         columns = (column("id", 1, INT4, is_key=True, is_nullable=False), column("a VALUES (%s", 2))
         schema = table_schema("b VALUES c", columns=columns)

@@ -112,6 +112,8 @@ async def _request(
             fresh=arguments.fresh,
             columns=columns,
             format=form,
+            # A file shows one state of the table.
+            pieces=arguments.out is None,
             progress=on_progress,
             stall_timeout=arguments.stall_timeout,
         )
@@ -154,6 +156,7 @@ def _summary(snapshot: Snapshot, arguments: argparse.Namespace) -> str:
                 "source": meta.source,
                 "epoch": meta.epoch,
                 "lsn": format_lsn(meta.snapshot_lsn),
+                **({"exact_lsn": format_lsn(meta.exact_lsn)} if meta.exact_lsn else {}),
                 "rows": meta.row_count,
                 "chunks": meta.batch_count,
                 "cdc_seq": meta.cdc_seq,
@@ -165,7 +168,10 @@ def _summary(snapshot: Snapshot, arguments: argparse.Namespace) -> str:
         return printable_json(document)
     table = printable(format_table_name(meta.schema, meta.table))
     where = f" in {arguments.out}" if arguments.out not in (None, "-") else ""
+    point = format_lsn(meta.snapshot_lsn)
+    if meta.exact_lsn:
+        point += f" to {format_lsn(meta.exact_lsn)}"
     return printable(
         f"{table}: {meta.row_count:,} rows{where}, verified; snapshot {meta.snapshot_id} at "
-        f"{format_lsn(meta.snapshot_lsn)}, {'reused' if snapshot.reused else 'new'}"
+        f"{point}, {'reused' if snapshot.reused else 'new'}"
     )

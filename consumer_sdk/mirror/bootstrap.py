@@ -8,18 +8,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from consumer_sdk.errors import CorruptData, NotAvailable, SnapshotFailed
+from consumer_sdk.mirror.decisions import RepairNeeded, RowAnswer
 from consumer_sdk.mirror.notices import MirrorStatus, Notice
+from consumer_sdk.snapshot.request import RequestRefused, SnapshotAbandoned, SnapshotStalled
+from consumer_sdk.targets.evolution import key_columns
+from consumer_sdk.targets.incomplete import key_text, key_values, takes_pieces
 from consumer_sdk.targets.target import CopyState, SnapshotRow
 from consumer_sdk.transport.cancellation import errors_of, stay_cancelled
 from consumer_sdk.wire.subjects import format_table_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from consumer_sdk.client import Client
+    from consumer_sdk.mirror.decisions import WantedRows
     from consumer_sdk.mirror.writer import TargetThread
     from consumer_sdk.snapshot.snapshot import Snapshot, SnapshotMeta
-    from consumer_sdk.targets.target import MirrorCopy
+    from consumer_sdk.targets.target import MirrorCopy, TableName
     from consumer_sdk.wire.column_types import TableSchema
 
 # Snapshots requested together share one export in the source. The bridge runs 64 at most.
@@ -32,7 +37,8 @@ RETRY_SECONDS = (1.0, 2.0, 5.0, 10.0)
 class Loader:
     """Loads planned copies; a copy that is only partly loaded is loaded again from the start.
 
-    With `keep_trying`, requests are repeated until a bridge answers.
+    With `keep_trying`, requests are repeated until a bridge answers. The snapshots of the tables
+    `at_one_point` have one consistent point.
     """
 
     def __init__(
@@ -44,8 +50,10 @@ class Loader:
         *,
         fresh: bool,
         keep_trying: bool,
+        at_one_point: Container[TableName] = (),
     ) -> None:
         self._client = client
+        self._at_one_point = at_one_point
         self._target = target
         self._status = status
         self._notify = notify
@@ -84,12 +92,14 @@ class Loader:
                     raise
                 problem: Exception = error
             except (SnapshotFailed, CorruptData) as error:
-                # The stored snapshot may be damaged or trimmed, so a new one is requested.
+                # The stored snapshot may be damaged or trimmed, so a new one is requested; but one
+                # that a stopped bridge left unfinished may be finished by the next bridge.
+                unfinished = isinstance(error, (SnapshotAbandoned, SnapshotStalled))
                 if failures + 1 >= ATTEMPTS and not (
                     self._keep_trying and isinstance(error, SnapshotFailed)
                 ):
                     raise
-                problem, fresh = error, True
+                problem, fresh = error, fresh or not unfinished
             else:
                 return
             pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
@@ -105,9 +115,12 @@ class Loader:
 
     async def _load_once(self, planned: MirrorCopy, fresh: bool) -> None:
         table = format_table_name(*planned.name)
-        snapshot = await self._client.snapshot(planned.name, fresh=fresh)
+        pieces = planned.name not in self._at_one_point and takes_pieces(
+            await self._client.schema(planned.name)
+        )
+        snapshot = await self._client.snapshot(planned.name, fresh=fresh, pieces=pieces)
         if _is_older(snapshot.meta, planned):
-            snapshot = await self._client.snapshot(planned.name, fresh=True)
+            snapshot = await self._client.snapshot(planned.name, fresh=True, pieces=pieces)
         if _is_older(snapshot.meta, planned):
             raise SnapshotFailed(f"snapshot of {table} is older than the gap that it must repair")
         async with self._loads:
@@ -116,9 +129,12 @@ class Loader:
     async def _fill(self, planned: MirrorCopy, snapshot: Snapshot) -> None:
         meta = snapshot.meta
         table = format_table_name(*planned.name)
+        schema = await self._schema_of(snapshot)
+        if meta.exact_lsn and not takes_pieces(schema):
+            raise SnapshotFailed(f"{meta.describe()} has several points, and rows without a key")
         copy = replace(
             planned.become(CopyState.LOADING),
-            schema=await self._schema_of(snapshot),
+            schema=schema,
             epoch=meta.epoch,
             snapshot_id=meta.snapshot_id,
             snapshot_lsn=meta.snapshot_lsn,
@@ -126,6 +142,8 @@ class Loader:
             stream_created=meta.stream_created,
             applied_lsn=0,
             relation_id=meta.relation_id,
+            exact_lsn=meta.exact_lsn,
+            incomplete={},
         )
         self._notify(
             Notice(
@@ -162,6 +180,55 @@ class Loader:
                 "while the snapshot was taken"
             )
         return schema
+
+
+async def fetch_rows(
+    client: Client, wanted: WantedRows, notify: Callable[[Notice], None]
+) -> RowAnswer:
+    """Ask the bridge for rows by key, until one answers; RepairNeeded if the rows cannot be had."""
+    copy = wanted.copy
+    table = format_table_name(*copy.name)
+    where = {"keys": [key_values(copy.schema, text) for text in sorted(wanted.keys)]}
+    notify(Notice("completing rows", {"table": table, "rows": len(wanted.keys)}))
+    failures = 0
+    while True:
+        await stay_cancelled()
+        try:
+            snapshot = await client.snapshot(copy.name, fresh=True, where=where)
+            return await _read_answer(snapshot, wanted)
+        except NotAvailable as error:
+            problem: Exception = error
+        except (SnapshotFailed, CorruptData) as error:
+            if failures + 1 >= ATTEMPTS or isinstance(error, RequestRefused):
+                raise RepairNeeded(str(error), [copy.name], at_one_point=True) from error
+            problem = error
+        pause = RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)]
+        failures += not isinstance(problem, NotAvailable)
+        notify(
+            Notice(
+                "rows not completed",
+                {"table": table, "reason": str(problem), "retry_seconds": pause},
+                warning=True,
+            )
+        )
+        await asyncio.sleep(pause)
+
+
+async def _read_answer(snapshot: Snapshot, wanted: WantedRows) -> RowAnswer:
+    meta, copy = snapshot.meta, wanted.copy
+    if (meta.source, meta.epoch, meta.schema_version) != (
+        copy.source,
+        copy.epoch,
+        copy.schema.schema_version,
+    ):
+        raise RepairNeeded("it changed before its snapshot was exact", [copy.name])
+    key = key_columns(copy.schema)
+    rows: dict[str, SnapshotRow] = {}
+    async with aclosing(snapshot.chunks()) as chunks:
+        async for chunk in chunks:
+            for index, row in enumerate(chunk):
+                rows[key_text(key, row)] = SnapshotRow(row, chunk.raw(index))
+    return RowAnswer(wanted, meta.snapshot_lsn, rows)
 
 
 def _is_older(meta: SnapshotMeta, planned: MirrorCopy) -> bool:

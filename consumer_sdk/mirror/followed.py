@@ -10,6 +10,7 @@ from consumer_sdk.mirror.decisions import RepairNeeded
 from consumer_sdk.targets.target import CopyState, Lane, MirrorPosition
 
 if TYPE_CHECKING:
+    from consumer_sdk.mirror.decisions import RowAnswer
     from consumer_sdk.targets.target import MirrorCopy, TableName
     from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.envelope import Event
@@ -42,6 +43,8 @@ class FollowedCopy:
     version: int
     announced: TableSchema | None = None
     """The last schema announced in the stream."""
+    answer: RowAnswer | None = None
+    """Values of incomplete rows, which are set when everything below its LSN has been read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -150,5 +153,7 @@ def follow_source(
         for table, copy in next_copies.items():
             floor = max(copy.snapshot_lsn - 1, copy.applied_lsn)
             source.copies[table] = FollowedCopy(copy, floor, copy.schema.schema_version)
-            source.promote_lsn = max(source.promote_lsn, copy.snapshot_lsn, copy.applied_lsn + 1)
+            source.promote_lsn = max(
+                source.promote_lsn, copy.snapshot_lsn, copy.exact_lsn, copy.applied_lsn + 1
+            )
     return source

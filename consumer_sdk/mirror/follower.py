@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import NotAvailable
+from consumer_sdk.mirror.bootstrap import fetch_rows
 from consumer_sdk.mirror.decisions import Save
 from consumer_sdk.mirror.notices import MirrorPhase
 from consumer_sdk.reading.progress import newest_lsn
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from consumer_sdk.client import Client
-    from consumer_sdk.mirror.decisions import Action
+    from consumer_sdk.mirror.decisions import Action, RowAnswer
     from consumer_sdk.mirror.handoff import HandOff
-    from consumer_sdk.mirror.notices import MirrorStatus
+    from consumer_sdk.mirror.notices import MirrorStatus, Notice
     from consumer_sdk.mirror.writer import TargetThread
     from consumer_sdk.reading.changes import ChangeFeed
     from consumer_sdk.reading.decoder import Stored
@@ -56,9 +57,12 @@ class Follower:
         status: MirrorStatus,
         *,
         stop: asyncio.Event,
+        notify: Callable[[Notice], None],
         discover: Callable[[frozenset[TableName]], Awaitable[bool]] | None,
     ) -> None:
         self._client = client
+        self._notify = notify
+        self._asking: dict[TableName, asyncio.Task[RowAnswer]] = {}
         self._handoff = handoff
         self._target = target
         self._status = status
@@ -88,9 +92,10 @@ class Follower:
             async with feed:
                 return await self._follow(feed, signals, until)
         finally:
-            for task in (stopping, watching):
+            ending = [stopping, watching, *self._asking.values()]
+            for task in ending:
                 task.cancel()
-            await asyncio.wait([stopping, watching])
+            await asyncio.wait(ending)
             if self._writing is not None:
                 await asyncio.wait([self._writing])
             await self._target.call(self._target.writer.rollback)
@@ -123,6 +128,7 @@ class Follower:
                 # Without NATS nothing can be read; the feed waits for the connection.
                 with suppress(NotAvailable):
                     await self._idle(feed)
+            await self._complete_rows()
             if self._handoff.discovered and await self._add_discovered():
                 return FollowEnd.RESTART
             may_be_all = feed.caught_up or not batch
@@ -151,6 +157,18 @@ class Follower:
                     known.add(name)
                     if await self._discover(frozenset({name})):
                         return
+
+    async def _complete_rows(self) -> None:
+        """Ask for the rows that the hand-off wants, and give it the answers that have come."""
+        for wanted in self._handoff.wanted_rows():
+            name = wanted.copy.name
+            if name not in self._asking:
+                asking = fetch_rows(self._client, wanted, self._notify)
+                self._asking[name] = asyncio.ensure_future(asking)
+        for name, task in list(self._asking.items()):
+            if task.done():
+                del self._asking[name]
+                await self._perform(self._handoff.take_answer(task.result()))
 
     # writing, one batch behind reading
 

@@ -7,6 +7,9 @@ It takes events in stream order and returns actions on the target. The rules:
 - The next copies of a source are promoted together, when the log has been read past the largest of
   their snapshot LSNs and past the position of the live copies. All tables then hold the same
   transactions.
+- A snapshot of several consistent points is exact only at the largest of them. Changes below that
+  are replayed, although the copy may hold some of them already. Rows that then lack values are
+  asked for, and the copy is not promoted before it has them (`consumer_sdk/targets/incomplete.py`).
 - A commit never splits a transaction. Several transactions may share one commit. A transaction too
   large for memory is written in parts, and committed when it is complete.
 - While a next copy waits to replace a live one, the other live copies of the source stay at their
@@ -22,9 +25,18 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Save
+from consumer_sdk.mirror.decisions import (
+    Alter,
+    Apply,
+    Promote,
+    RepairNeeded,
+    Replay,
+    Save,
+    WantedRows,
+)
 from consumer_sdk.mirror.followed import SourceState, follow_source
 from consumer_sdk.reading.progress import gap_of
+from consumer_sdk.targets import incomplete
 from consumer_sdk.targets.evolution import Effect, compare
 from consumer_sdk.targets.target import CopyState, Lane
 from consumer_sdk.wire.column_types import TableSchema
@@ -33,13 +45,17 @@ from consumer_sdk.wire.position import format_lsn
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from consumer_sdk.mirror.decisions import Action
+    from consumer_sdk.mirror.decisions import Action, RowAnswer
     from consumer_sdk.mirror.followed import FollowedCopy, FollowedSource
     from consumer_sdk.reading.decoder import Stored
     from consumer_sdk.targets.target import MirrorCopy, MirrorPosition, TableName, TargetState
     from consumer_sdk.wire.envelope import Event
 
 SPILL_EVENTS = 2000
+# The bridge takes at most 1,000 keys; the rows of an answer are held in memory.
+MOST_WANTED_ROWS = 200
+# They are saved with every commit. Beyond this number, a snapshot at one point costs less.
+MOST_INCOMPLETE_ROWS = 10_000
 _UNCOUNTED = frozenset({"SCHEMA", "PROGRESS", "MESSAGE"})
 
 
@@ -246,6 +262,30 @@ class HandOff:
             self._reach(source, lsn, stream_seq)
         return self._finish()
 
+    def wanted_rows(self) -> list[WantedRows]:
+        """Incomplete rows of copies that are exact otherwise, and for which no answer has come."""
+        return [
+            WantedRows(copy.copy, frozenset(islice(copy.copy.incomplete, MOST_WANTED_ROWS)))
+            for source in self._sources.values()
+            if source.has_next
+            for copy in source.copies.values()
+            if copy.copy.incomplete
+            and copy.answer is None
+            and max(source.closed_lsn, copy.floor) + 1 >= copy.copy.exact_lsn
+        ]
+
+    def take_answer(self, answer: RowAnswer) -> list[Action]:
+        """Take the values of incomplete rows; they are set once everything below it is read."""
+        wanted = answer.wanted.copy
+        source = self._sources[wanted.source]
+        copy = source.copies[wanted.name]
+        if source.has_next and copy.copy.incomplete:
+            copy.answer = answer
+            source.promote_lsn = max(source.promote_lsn, answer.lsn)
+            if source.open_lsn is None:
+                self._reach(source, source.closed_lsn + 1, source.read_through)
+        return self._finish()
+
     # transactions
 
     def _open(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
@@ -255,7 +295,7 @@ class HandOff:
                 source.tables(),
             )
         if source.may_promote(lsn):
-            self._promote(source, lsn, stream_seq - 1)
+            self._complete_and_promote(source, lsn, stream_seq - 1)
         source.open_lsn = lsn
         source.open_seq = -1
 
@@ -270,7 +310,7 @@ class HandOff:
         source.read_through = stream_seq
         source.unsaved = True
         if source.may_promote(lsn + 1):
-            self._promote(source, lsn + 1, stream_seq)
+            self._complete_and_promote(source, lsn + 1, stream_seq)
 
     def _reach(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
         if lsn - 1 > source.closed_lsn:
@@ -279,12 +319,38 @@ class HandOff:
             source.read_through = max(source.read_through, stream_seq)
             source.unsaved = True
         if source.may_promote(lsn):
+            self._complete_and_promote(source, lsn, stream_seq)
+
+    def _complete_and_promote(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
+        """Complete rows from answers, then make next copies live unless rows are incomplete.
+
+        Every transaction below `lsn` is applied, and no other.
+        """
+        self._flush()
+        for copy in source.copies.values():
+            if copy.answer is not None:
+                self._complete(copy, copy.answer)
+                source.unsaved = True
+        if not any(copy.copy.incomplete for copy in source.copies.values()):
             self._promote(source, lsn, stream_seq)
+
+    def _complete(self, copy: FollowedCopy, answer: RowAnswer) -> None:
+        copy.answer = None
+        try:
+            events, left = incomplete.complete(
+                copy.copy, answer.lsn, answer.wanted.keys, answer.rows
+            )
+        except incomplete.RowNotFound as error:
+            raise RepairNeeded(str(error), [copy.copy.name]) from error
+        if events:
+            self._actions.append(Apply(copy.copy, events))
+        copy.copy = replace(copy.copy, incomplete=left)
 
     def _promote(self, source: FollowedSource, lsn: int, stream_seq: int) -> None:
         """Make next copies live; every transaction below `lsn` is applied, and no other."""
-        self._flush()
         next_copies = [copy for copy in source.copies.values() if copy.copy.lane is Lane.NEXT]
+        for copy in next_copies:
+            copy.copy = replace(copy.copy, exact_lsn=0)
         self._actions.append(Promote([copy.copy for copy in next_copies]))
         for copy in next_copies:
             copy.copy = copy.copy.become(CopyState.LIVE)
@@ -306,8 +372,28 @@ class HandOff:
     def _flush(self) -> None:
         for copy, events in self._queue.items():
             self.events_applied += len(events)
-            self._actions.append(Apply(copy.copy, events))
+            if copy.copy.exact_lsn:
+                self._flush_inexact(copy, events)
+            else:
+                self._actions.append(Apply(copy.copy, events))
         self._queue = {}
+
+    def _flush_inexact(self, copy: FollowedCopy, events: list[Event]) -> None:
+        """Write changes to a copy of a snapshot of several points, and note incomplete rows."""
+        exact_lsn = copy.copy.exact_lsn
+        count = sum(event.commit_lsn < exact_lsn for event in events)
+        if count:
+            self._actions.append(Replay(copy.copy, events[:count]))
+        if count < len(events):
+            self._actions.append(Apply(copy.copy, events[count:]))
+        rows = incomplete.follow(copy.copy.incomplete, events, copy.copy.schema, exact_lsn)
+        if len(rows) > MOST_INCOMPLETE_ROWS:
+            raise RepairNeeded(
+                f"more than {MOST_INCOMPLETE_ROWS} rows changed their key while it was copied",
+                [copy.copy.name],
+                at_one_point=True,
+            )
+        copy.copy = replace(copy.copy, incomplete=rows)
 
     def _finish(self) -> list[Action]:
         for source in self._sources.values():
@@ -418,6 +504,10 @@ class HandOff:
         # Earlier changes must be written before the structure changes; both share one commit.
         self._spill(source)
         self._flush()
+        if lsn < copy.copy.exact_lsn or copy.copy.incomplete:
+            raise RepairNeeded(
+                "its structure changed before its snapshot was exact", [copy.copy.name], lsn + 1
+            )
         if evolution.effect is Effect.ALTER:
             self._actions.append(Alter(copy.copy, announced))
         copy.copy = replace(copy.copy, schema=announced)

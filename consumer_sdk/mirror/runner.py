@@ -67,6 +67,7 @@ class Mirror:
         self._writer = self._target.writer
         self._stop = asyncio.Event()
         self._skipped: set[TableName] = set()
+        self._at_one_point: set[TableName] = set()
         self._repaired_at = 0.0
         self._repairs_in_a_row = 0
 
@@ -196,6 +197,7 @@ class Mirror:
                 self._target,
                 self.status,
                 stop=self._stop,
+                notify=self._notify,
                 discover=self._discover if self._wanted is None else None,
             )
             self._notify(
@@ -234,6 +236,7 @@ class Mirror:
             self._notify,
             fresh=self._fresh,
             keep_trying=keep_trying,
+            at_one_point=self._at_one_point,
         )
         await loader.run(copies)
         self._fresh = False
@@ -311,6 +314,8 @@ class Mirror:
     async def _repair(self, repair: RepairNeeded) -> None:
         """Plan new copies of the broken tables; until they are ready, live copies stay visible."""
         self.status.repairs += 1
+        if repair.at_one_point:
+            self._at_one_point |= repair.tables
         self._notify(
             Notice(
                 "gap", {"reason": repair.reason, "tables": table_list(repair.tables)}, warning=True

@@ -134,7 +134,7 @@ class ChunkReader:
             ("epoch", self._meta.epoch),
             ("table", self._meta.table),
             ("schema", self._meta.schema),
-            ("lsn", self._meta.snapshot_lsn),
+            ("lsn", self._meta.lsn_of(number)),
         )
         for key, value in expected:
             found = document.get(key)

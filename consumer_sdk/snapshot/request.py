@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,13 @@ from consumer_sdk.reading.proof import Selection, Trimming
 from consumer_sdk.reading.pull import PullConsumer
 from consumer_sdk.reading.schemas import TableName, resolve_table
 from consumer_sdk.snapshot.snapshot import (
+    PIECES,
     Snapshot,
     SnapshotMeta,
     count_chunks,
     decode_meta,
     is_reusable,
-    newest_meta,
+    newest_metas,
 )
 from consumer_sdk.transport.api import parse_headers, stream_bounds
 from consumer_sdk.transport.cancellation import stay_cancelled
@@ -38,7 +39,7 @@ from consumer_sdk.wire.errors import WireError, WireVersionError
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
@@ -56,6 +57,7 @@ BUSY_SECONDS = 900.0
 BUSY_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 5.0
 FORMATS = ("msgpack", "json", "arrow")
+MOST_KEYS = 1000
 
 
 class RequestRefused(SnapshotFailed):
@@ -64,6 +66,10 @@ class RequestRefused(SnapshotFailed):
 
 class SnapshotAbandoned(SnapshotFailed):
     """The bridge stopped or was replaced during the copy; the same request may succeed now."""
+
+
+class SnapshotStalled(SnapshotFailed):
+    """The snapshot made no progress for too long; the same request may find it complete later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,11 @@ class RequestOptions:
     columns: Sequence[str] | None = None
     format: str | None = None
     zstd: bool | None = None
+    pieces: bool = False
+    """Whether the snapshot may have several consistent points."""
+    where: Mapping[str, Any] | None = None
+    """Only the rows with these keys: `keys`, a list of keys, or `from` and `to`, of which the first
+    is included and the second is not. A key is a list of wire values."""
 
     def to_document(self, schema: TableSchema) -> dict[str, Any]:
         """The options as the bridge expects them; UsageError for an unknown column or format."""
@@ -108,7 +119,30 @@ class RequestOptions:
             document["format"] = self.format
         if self.zstd is not None:
             document["zstd"] = self.zstd
+        if not self.pieces:
+            document[PIECES] = False
+        if self.where is not None:
+            document["where"] = _where(self.where, schema)
         return document
+
+
+def _where(where: Mapping[str, Any], schema: TableSchema) -> dict[str, list[Any]]:
+    """The rows as the bridge expects them; UsageError for what it would refuse anyway."""
+    table = format_table_name(schema.schema, schema.table)
+    width = len(schema.row_key)
+    if not width:
+        raise UsageError(f"table {table} has no key, so `where` cannot select rows of it")
+    if not where or not (where.keys() == {"keys"} or where.keys() <= {"from", "to"}):
+        raise UsageError("`where` has either `keys`, or `from` and `to`, or one of these two")
+    keys = where["keys"] if "keys" in where else list(where.values())
+    if len(keys) > MOST_KEYS:
+        raise UsageError(f"`where` names {len(keys)} keys; at most {MOST_KEYS} are allowed")
+    if any(isinstance(key, (str, bytes)) or len(key) != width for key in keys):
+        named = ", ".join(schema.row_key)
+        raise UsageError(f"a key of table {table} is a list of {width} values: {named}")
+    if "keys" in where:
+        return {"keys": [list(key) for key in keys]}
+    return {name: list(key) for name, key in where.items()}
 
 
 async def take_snapshot(
@@ -129,7 +163,13 @@ async def take_snapshot(
         if retained is not None:
             return retained
     pending = _Pending(deployment, token, _display(table), progress, stall_timeout)
-    return Snapshot(deployment, await pending.run(document, fresh), reused=False)
+    meta = await pending.run(document, fresh)
+    if meta.exact_lsn and not options.pieces:
+        raise SnapshotFailed(
+            f"{meta.describe()} has several consistent points, although one was requested; "
+            "upgrade the bridge"
+        )
+    return Snapshot(deployment, meta, reused=False)
 
 
 async def find_retained(
@@ -138,10 +178,11 @@ async def find_retained(
     """A retained snapshot with these options that is still valid; None if there is none."""
     # A damaged meta, or one of another table, is not used: a new snapshot replaces it.
     with suppress(CorruptData):
-        frame = await newest_meta(deployment, token)
-        meta = None if frame is None else decode_meta(frame)
-        if meta is not None and await is_reusable(deployment, meta, document):
-            return Snapshot(deployment, meta, reused=True)
+        async with aclosing(newest_metas(deployment, token)) as frames:
+            async for frame in frames:
+                meta = decode_meta(frame)
+                if await is_reusable(deployment, meta, document):
+                    return Snapshot(deployment, meta, reused=True)
     return None
 
 
@@ -189,9 +230,11 @@ class _Pending:
             self._snapshot_id = str(answer.get("snapshot_id", ""))
             self._state = str(answer.get("state", "running"))
             # The bridge may answer with a snapshot that was complete before the request.
-            frame = await newest_meta(self._deployment, self._token)
-            meta = None if frame is None else self._outcome(frame)
-            return meta or await self._wait(consumer)
+            async with aclosing(newest_metas(self._deployment, self._token)) as frames:
+                async for frame in frames:
+                    if (meta := self._outcome(frame)) is not None:
+                        return meta
+            return await self._wait(consumer)
         except nats.errors.Error as error:
             raise NotAvailable(
                 f"NATS does not answer: {self._deployment.nc.explain(error)}"
@@ -274,7 +317,7 @@ class _Pending:
                 continue
             stored = await count_chunks(self._deployment, self._token, self._snapshot_id)
             if chunks is not None and stored <= chunks:
-                raise SnapshotFailed(
+                raise SnapshotStalled(
                     f"snapshot {self._snapshot_id} of {self._table} made no progress for "
                     f"{self._stall_timeout:g} s (last state: {self._state})"
                 )

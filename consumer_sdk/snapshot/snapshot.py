@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from consumer_sdk.errors import CorruptData, GapError, SnapshotFailed
 from consumer_sdk.reading.progress import find_progress
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
     from consumer_sdk.reading.deployment import Deployment
 
 Row = dict[str, Any]
+PIECES: Final = "pieces"
+"""The option of a request that allows, or with False forbids, several consistent points."""
+
+
+class SnapshotPiece(NamedTuple):
+    """Chunks `first` to `last` of a snapshot, which were copied at consistent point `lsn`."""
+
+    lsn: int
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,10 @@ class SnapshotMeta:
 
     An event is in the snapshot iff its commit LSN is below `snapshot_lsn`. All events that are not
     in it are stored at sequence `cdc_seq` or later. `columns` and `options` are as published.
+
+    If the snapshot has several consistent points, `snapshot_lsn` is the smallest and `exact_lsn`
+    the largest. Its rows are then those of no single moment: load them by key, apply every event
+    from `snapshot_lsn` on, and use nothing before all those below `exact_lsn` are applied.
     """
 
     snapshot_id: str
@@ -54,20 +70,25 @@ class SnapshotMeta:
     checksum: str
     relation_id: int = 0
     """PostgreSQL's OID of the table, as in events; 0 if it is not known."""
+    exact_lsn: int = 0
+    """0 if the snapshot has one consistent point."""
+    pieces: tuple[SnapshotPiece, ...] = ()
+    """The chunks by consistent point; () if the snapshot has one."""
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> SnapshotMeta:
         """Read a meta message; CorruptData if it is damaged."""
         try:
+            batch_count, lsn = unsigned(document, "batch_count"), unsigned(document, "lsn")
             return cls(
                 snapshot_id=str(document["snapshot_id"]),
                 source=str(document["source"]),
                 epoch=unsigned(document, "epoch"),
                 table=str(document["table"]),
                 schema=str(document["schema"]),
-                snapshot_lsn=unsigned(document, "lsn"),
+                snapshot_lsn=lsn,
                 timestamp=int(document["timestamp"]),
-                batch_count=unsigned(document, "batch_count"),
+                batch_count=batch_count,
                 row_count=unsigned(document, "row_count"),
                 schema_version=unsigned(document, "schema_version"),
                 columns=_columns(document["columns"]),
@@ -78,9 +99,18 @@ class SnapshotMeta:
                 cdc_seq=unsigned(document, "cdc_seq"),
                 checksum=str(document["checksum"]),
                 relation_id=int(document.get("relation_id", 0)),
+                exact_lsn=_exact_lsn(document),
+                pieces=_pieces(document, batch_count),
             )
         except (WireError, *MISFITS) as error:
             raise CorruptData(f"damaged snapshot meta: {error!r}") from error
+
+    def lsn_of(self, chunk: int) -> int:
+        """The consistent point at which a chunk was copied."""
+        if not self.pieces:
+            return self.snapshot_lsn
+        # The pieces have all chunks in order, without holes.
+        return self.pieces[bisect_left(self.pieces, chunk, key=attrgetter("last"))].lsn
 
     @property
     def token(self) -> str:
@@ -104,6 +134,40 @@ def _columns(documents: list[Any]) -> tuple[Any, ...]:
     for one in documents:
         Column.from_document(one)
     return tuple(documents)
+
+
+def _exact_lsn(document: dict[str, Any]) -> int:
+    has_pieces = document.get("pieces") is not None
+    if has_pieces != (document.get("exact_lsn") is not None):
+        raise WireError("damaged message: one of pieces and exact_lsn is missing")
+    if not has_pieces:
+        return 0
+    exact_lsn = unsigned(document, "exact_lsn")
+    if exact_lsn < unsigned(document, "lsn"):
+        raise WireError("damaged message: exact_lsn is below lsn")
+    return exact_lsn
+
+
+def _pieces(document: dict[str, Any], batch_count: int) -> tuple[SnapshotPiece, ...]:
+    """The pieces, after checking that they have each chunk once, in order."""
+    listed = document.get("pieces")
+    if listed is None:
+        return ()
+    if not isinstance(listed, list):
+        raise WireError("damaged message: pieces is not a list")
+    pieces: list[SnapshotPiece] = []
+    lsns = range(unsigned(document, "lsn"), unsigned(document, "exact_lsn") + 1)
+    for one in listed:
+        lsn, (first, last) = unsigned(one, "lsn"), one["chunks"]
+        expected = pieces[-1].last + 1 if pieces else 0
+        if type(first) is not int or type(last) is not int or not expected == first <= last:
+            raise WireError("damaged message: the chunks of pieces do not follow one another")
+        if lsn not in lsns:
+            raise WireError("damaged message: a piece is not between lsn and exact_lsn")
+        pieces.append(SnapshotPiece(lsn, first, last))
+    if batch_count != (pieces[-1].last + 1 if pieces else 0):
+        raise WireError("damaged message: pieces do not have all chunks")
+    return tuple(pieces)
 
 
 class Snapshot:
@@ -220,11 +284,33 @@ def _first_missing(seen: set[int]) -> int:
     return next(number for number in count() if number not in seen)
 
 
-async def newest_meta(deployment: Deployment, token: str) -> Frame | None:
-    """The message with the newest meta of a table, None if there is none."""
+async def newest_metas(deployment: Deployment, token: str) -> AsyncGenerator[Frame, None]:
+    """The messages with the newest meta of a table, and with the newest that has all rows."""
     subjects = deployment.subjects
-    request = {"last_by_subj": subjects.meta(token)}
-    return await get_message(deployment.nc, subjects.init_stream, request)
+    subject, stream = subjects.meta(token), subjects.init_stream
+    newest = await get_message(deployment.nc, stream, {"last_by_subj": subject})
+    if newest is None:
+        return
+    yield newest
+    # Many answers with some rows may follow a snapshot that took hours.
+    whole = None
+    sequence = 1
+    while not _has_all_rows(newest) and sequence < newest.stream_seq:
+        request = {"seq": sequence, "next_by_subj": subject}
+        frame = await get_message(deployment.nc, stream, request)
+        if frame is None:
+            break
+        whole = frame if _has_all_rows(frame) else whole
+        sequence = frame.stream_seq + 1
+    if whole is not None:
+        yield whole
+
+
+def _has_all_rows(frame: Frame) -> bool:
+    try:
+        return decode_meta(frame).options.get("where") is None
+    except CorruptData:
+        return True
 
 
 def decode_meta(frame: Frame) -> SnapshotMeta:
@@ -244,9 +330,15 @@ async def is_reusable(deployment: Deployment, meta: SnapshotMeta, options: dict[
     """Whether a retained snapshot may be used in place of a new one.
 
     Epoch, stream, options and schema version must still match. CDC must still hold all changes
-    after the snapshot, and INIT all of its chunks.
+    after the snapshot, and INIT all of its chunks. A snapshot of one consistent point also serves
+    those who could use several.
     """
-    if meta.options != options or meta.stream != deployment.subjects.cdc_stream:
+    if meta.exact_lsn and options.get(PIECES) is False:
+        return False
+    if (
+        _without_pieces(meta.options) != _without_pieces(options)
+        or meta.stream != deployment.subjects.cdc_stream
+    ):
         return False
     schema = await deployment.schemas.find(meta.token)
     if schema is None or schema.schema_version != meta.schema_version:
@@ -258,6 +350,10 @@ async def is_reusable(deployment: Deployment, meta: SnapshotMeta, options: dict[
     if find_break(bounds, meta.cdc_seq, meta.stream_created) is not None:
         return False
     return await count_chunks(deployment, meta.token, meta.snapshot_id) == meta.batch_count
+
+
+def _without_pieces(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != PIECES}
 
 
 async def count_chunks(deployment: Deployment, token: str, snapshot_id: str) -> int:

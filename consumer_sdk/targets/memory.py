@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import TargetError
 from consumer_sdk.targets.evolution import key_columns
+from consumer_sdk.targets.incomplete import keys_of, known_values, same_key
 from consumer_sdk.targets.target import (
     CopyState,
     Lane,
@@ -134,6 +135,9 @@ class MemoryTarget:
     def apply(self, copy: MirrorCopy, events: Sequence[Event]) -> None:
         self._steps.append(partial(self._apply, (copy.lane, copy.name), list(events)))
 
+    def replay(self, copy: MirrorCopy, events: Sequence[Event]) -> None:
+        self._steps.append(partial(self._replay, copy, list(events)))
+
     def alter(self, copy: MirrorCopy, schema: TableSchema) -> None:
         self._steps.append(partial(self._alter, (copy.lane, copy.name), schema))
 
@@ -168,6 +172,27 @@ class MemoryTarget:
             )
         if event.operation == "UPDATE":
             table.add(row | event.data)
+
+    def _replay(self, copy: MirrorCopy, events: list[Event]) -> None:
+        table = self._tables[copy.lane, copy.name]
+        for event in events:
+            if event.operation == "TRUNCATE":
+                table.rows.clear()
+            elif event.operation == "DELETE":
+                table.rows.pop(table.key_of(event.data), None)
+            elif event.operation == "INSERT":
+                table.rows[table.key_of(event.data)] = [dict(event.data)]
+            else:
+                self._replay_update(copy, table, event)
+
+    def _replay_update(self, copy: MirrorCopy, table: _Table, event: Event) -> None:
+        before, after = keys_of(event, table.key)
+        found = table.rows.pop(table.key_of(before), None)
+        if not same_key(before, after):
+            empty = dict.fromkeys(column.name for column in copy.schema.columns)
+            table.rows[table.key_of(after)] = [empty | known_values(event)]
+        elif found is not None:
+            table.rows[table.key_of(after)] = [row | known_values(event) for row in found]
 
     def _alter(self, which: tuple[Lane, TableName], schema: TableSchema) -> None:
         table = self._tables[which]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from consumer_sdk.errors import CorruptData, TargetError
 from consumer_sdk.targets.canonical import Spelling
 from consumer_sdk.targets.evolution import key_columns
+from consumer_sdk.targets.incomplete import keys_of, known_values, same_key
 from consumer_sdk.wire.errors import MISFITS
 from consumer_sdk.wire.subjects import format_table_name
 
@@ -156,6 +157,21 @@ class SqlRowWriter:
             else:
                 self._update_rows(changes)
 
+    def replay(self, events: Sequence[Event]) -> None:
+        """Apply changes of which the rows may hold some already, in order."""
+        for operation, run in groupby(events, _operation):
+            changes = list(run)
+            if operation == "TRUNCATE":
+                self._engine.execute(f"DELETE FROM {self._table}")
+            elif operation == "UPDATE":
+                for event in changes:
+                    self._replay_update(event)
+            else:
+                keys = [self._key_values(event.data, event.raw) for event in changes]
+                self._engine.execute_many(self._delete, keys)
+                if operation == "INSERT":
+                    self._insert_rows(changes)
+
     def finish(self) -> None:
         """Check, at the end of a transaction, that no row is still set aside."""
         if self._aside:
@@ -227,17 +243,34 @@ class SqlRowWriter:
         if moved and self._may_swap:
             self._set_aside_row(new_key, event)
         names = tuple(name for name in self._names if name in data)
-        if len(names) + len(event.unchanged) < len(self._names):
-            raise CorruptData(f"a row of {self._display()} lacks columns")
-        statement = self._updates.get(names)
-        if statement is None:
-            statement = self._updates[names] = self._update_by_key(names)
+        self._require_columns(event)
+        statement = self._update_some(names)
         values = [self._value(name, data[name], raw) for name in names]
         try:
             changed = self._engine.execute(statement, values + old_key)
         except DuplicateKey:
             raise self._diverged("has a row where the source has just moved another") from None
         self._expect(changed, 1)
+
+    def _replay_update(self, event: Event) -> None:
+        """Update a row that may be missing; null stands for what a row with a new key lacks."""
+        data, raw = known_values(event), event.raw
+        self._require_columns(event)
+        before, after = keys_of(event, self._key)
+        old_key = self._key_values(before, raw)
+        if same_key(before, after):
+            names = tuple(name for name in self._names if name in data)
+            statement = self._update_some(names)
+            values = [self._value(name, data[name], raw) for name in names]
+            self._engine.execute(statement, values + old_key)
+            return
+        self._engine.execute(self._delete, old_key)
+        self._engine.execute(self._delete, self._key_values(after, raw))
+        row = [self._value(name, data.get(name), raw) for name in self._names]
+        try:
+            self._engine.insert_many(self._insert, [row])
+        except DuplicateKey:
+            raise self._diverged("has a row where the source has just moved another") from None
 
     def _change_equal_row(self, event: Event) -> None:
         """Update or delete one of the rows that equal the old row."""
@@ -367,6 +400,17 @@ class SqlRowWriter:
             return encode(value, name in raw)
         except MISFITS as error:
             raise self._misfit(name) from error
+
+    def _require_columns(self, event: Event) -> None:
+        sent = sum(name in event.data for name in self._names)
+        if sent + len(event.unchanged) < len(self._names):
+            raise CorruptData(f"a row of {self._display()} lacks columns")
+
+    def _update_some(self, names: tuple[str, ...]) -> str:
+        statement = self._updates.get(names)
+        if statement is None:
+            statement = self._updates[names] = self._update_by_key(names)
+        return statement
 
     def _update_by_key(self, names: Sequence[str]) -> str:
         return f"UPDATE {self._table} SET {self._assign(names)} WHERE {self._by_key}"

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from consumer_sdk.errors import TargetError
+from consumer_sdk.targets import incomplete
 from consumer_sdk.targets.evolution import key_columns
 from consumer_sdk.targets.sql_rows import DuplicateKey, SqlRowWriter
 from consumer_sdk.targets.target import (
@@ -34,6 +35,8 @@ _COPY_COLUMNS = (
     "stream_seq, stream_created, relation_id, document"
 )
 _INDEXED_COLUMNS = 3
+# A key in the document of a copy that is loaded from a snapshot of several consistent points.
+_PIECES = "$pieces"
 # Lane and `loaded` are how a state is stored. A copy whose loading was interrupted is a plan again.
 _STATES = {
     (Lane.NEXT, False): CopyState.PLANNED,
@@ -152,7 +155,7 @@ class SqlTarget(ABC):
                 copy.stream_seq,
                 copy.stream_created,
                 copy.relation_id,
-                json.dumps(copy.schema.to_document()),
+                json.dumps(_document(copy)),
             ),
         )
 
@@ -216,6 +219,10 @@ class SqlTarget(ABC):
         """Apply row changes and truncates of one table, in order."""
         self._writer(copy).apply(events)
 
+    def replay(self, copy: MirrorCopy, events: Sequence[Event]) -> None:
+        """Apply changes below the exact LSN of a next copy, in order."""
+        self._writer(copy).replay(events)
+
     def promote(self, copies: Sequence[MirrorCopy]) -> None:
         """Replace live copies by next copies, and save these as live."""
         for copy in copies:
@@ -240,11 +247,21 @@ class SqlTarget(ABC):
         return writer
 
 
+def _document(copy: MirrorCopy) -> dict[str, Any]:
+    document = copy.schema.to_document()
+    if copy.exact_lsn:
+        rows = incomplete.to_document(copy.incomplete)
+        document[_PIECES] = {"exact_lsn": copy.exact_lsn, "incomplete": rows}
+    return document
+
+
 def _read_copy(row: tuple[Any, ...]) -> MirrorCopy:
     lane, epoch, snapshot_id, snapshot_lsn, loaded = row[2:7]
-    applied_lsn, stream_seq, stream_created, relation_id, document = row[7:]
+    applied_lsn, stream_seq, stream_created, relation_id, text = row[7:]
+    document = json.loads(text)
+    pieces = document.get(_PIECES) or {}
     return MirrorCopy(
-        schema=TableSchema.from_document(json.loads(document)),
+        schema=TableSchema.from_document(document),
         state=_STATES[Lane(lane), bool(loaded)],
         epoch=int(epoch),
         snapshot_id=snapshot_id,
@@ -253,4 +270,6 @@ def _read_copy(row: tuple[Any, ...]) -> MirrorCopy:
         stream_seq=int(stream_seq),
         stream_created=int(stream_created),
         relation_id=int(relation_id),
+        exact_lsn=int(pieces.get("exact_lsn", 0)),
+        incomplete=incomplete.from_document(pieces.get("incomplete", ())),
     )

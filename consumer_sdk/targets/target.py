@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from consumer_sdk.targets.incomplete import Incomplete
     from consumer_sdk.wire.column_types import TableSchema
     from consumer_sdk.wire.envelope import Event
 
@@ -103,6 +104,11 @@ class MirrorCopy:
     stream_created: int = 0
     relation_id: int = 0
     """The table's OID in the source, 0 if not known yet; a table created again has another OID."""
+    exact_lsn: int = 0
+    """Of a snapshot of several consistent points, the largest: before every transaction below it is
+    applied, the rows are those of no single moment. 0 if the snapshot has one point."""
+    incomplete: Incomplete = field(default_factory=dict, hash=False)
+    """Rows that lack values which nobody sent; a copy that has some is not shown."""
 
     @property
     def name(self) -> TableName:
@@ -162,8 +168,8 @@ class SnapshotRow(NamedTuple):
 class Target(Protocol):
     """A database, or another store, into which tables are mirrored.
 
-    One thread makes all calls but `interrupt`. `apply`, `load`, `alter`, `create`, `drop`,
-    `promote`, `save_position` and `save_copy` are called between `begin` and `commit` or
+    One thread makes all calls but `interrupt`. `apply`, `replay`, `load`, `alter`, `create`,
+    `drop`, `promote`, `save_position` and `save_copy` are called between `begin` and `commit` or
     `rollback`. After a crash the target holds the state of the last `commit`. A call that fails
     raises TargetError.
     """
@@ -219,6 +225,14 @@ class Target(Protocol):
 
         An UPDATE sets only the columns in `data`. A change that finds no row, or too many rows,
         raises TargetError.
+        """
+        ...
+
+    def replay(self, copy: MirrorCopy, events: Sequence[Event]) -> None:
+        """Apply changes below the exact LSN of a next copy, some of which its rows hold already.
+
+        An INSERT, or an UPDATE that moves a row, replaces the row that has the new key; columns
+        that a moving UPDATE does not send become null. An UPDATE or DELETE may find no row.
         """
         ...
 

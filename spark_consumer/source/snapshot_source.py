@@ -55,7 +55,12 @@ async def take_snapshot(
     for attempt in range(_ATTEMPTS):
         try:
             snapshot = await client.snapshot(
-                table, fresh=fresh, format=chunk_format, progress=progress
+                table,
+                fresh=fresh,
+                format=chunk_format,
+                # A load is one commit, which shows one state of the table.
+                pieces=False,
+                progress=progress,
             )
         except RequestRefused:
             if chunk_format is None:

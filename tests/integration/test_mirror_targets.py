@@ -25,6 +25,9 @@ from tests.mirror_model import (
     table_schema,
 )
 from tests.property.test_handoff_properties import mirror_equals_source
+from tests.property.test_piece_properties import (
+    mirror_equals_source as mirror_of_pieces_equals_source,
+)
 from tests.target_suite import Bench, T, TargetSuite, row
 
 if TYPE_CHECKING:
@@ -149,6 +152,13 @@ def test_addresses_that_name_no_target_are_refused(url: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_postgres_mirror_equals_the_source_at_every_commit(database: Any, seed: int) -> None:
     mirror_equals_source(PostgresTarget(database.dsn), Random(seed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_postgres_table_of_several_points_shows_first_when_it_is_exact(
+    database: Any, seed: int
+) -> None:
+    mirror_of_pieces_equals_source(PostgresTarget(database.dsn), Random(seed))
 
 
 def test_types_the_target_lacks_become_what_is_behind_them(database: Any) -> None:

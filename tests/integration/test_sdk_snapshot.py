@@ -19,12 +19,15 @@ from consumer_sdk.errors import (
     UsageError,
     VersionTooNew,
 )
+from consumer_sdk.mirror import MemoryTarget, mirror
+from consumer_sdk.snapshot.snapshot import is_reusable
 from consumer_sdk.wire.envelope import ARROW, encode
 from tests.fixtures.publisher import COLUMNS, EPOCH, Publisher
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
 
     from nats.aio.client import Client as NatsClient
     from nats.aio.msg import Msg
@@ -272,7 +275,7 @@ async def test_a_new_snapshot_is_asked_for_and_waited_for(
 
     async with answering(publisher, bridge) as requests:
         snapshot = await client.snapshot("users", columns=["id", "body"], progress=seen.append)
-    assert requests == [{"columns": ["body", "id"]}]
+    assert requests == [{"columns": ["body", "id"], "pieces": False}]
     assert not snapshot.reused
     assert snapshot.meta.snapshot_id == "new"
     assert [row async for row in snapshot.rows()] == FLAT
@@ -286,7 +289,160 @@ async def test_fresh_says_so_to_the_bridge(publisher: Publisher, client: Client)
 
     async with answering(publisher, bridge) as requests:
         assert (await client.snapshot("users", fresh=True)).meta.snapshot_id == "s9"
-    assert requests == [{"fresh": True}]
+    assert requests == [{"fresh": True, "pieces": False}]
+
+
+# several consistent points
+
+
+PIECES = [{"lsn": 0x5000, "chunks": [0, 0]}, {"lsn": 0x6000, "chunks": [1, 1]}]
+
+
+async def test_a_snapshot_of_several_points_is_read_by_those_who_can_use_it(
+    publisher: Publisher, client: Client
+) -> None:
+    await publisher.snapshot(ROWS, pieces=PIECES)
+    snapshot = await client.snapshot("users", pieces=True)
+    assert snapshot.reused
+    assert (snapshot.meta.snapshot_lsn, snapshot.meta.exact_lsn) == (0x5000, 0x6000)
+    assert [snapshot.meta.lsn_of(chunk) for chunk in (0, 1)] == [0x5000, 0x6000]
+    assert [row async for row in snapshot.rows()] == FLAT
+
+
+async def test_those_who_need_one_point_get_no_snapshot_of_several(
+    publisher: Publisher, client: Client
+) -> None:
+    await publisher.snapshot(ROWS, snapshot_id="several", pieces=PIECES)
+
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "one", "state": "running"}))
+        await publisher.snapshot(ROWS, snapshot_id="one")
+
+    async with answering(publisher, bridge) as requests:
+        assert (await client.snapshot("users")).meta.snapshot_id == "one"
+    assert requests == [{"pieces": False}]
+    # One point serves everybody.
+    assert (await client.snapshot("users", pieces=True)).reused
+
+
+async def test_a_bridge_that_sends_several_points_unasked_is_not_believed(
+    publisher: Publisher, client: Client
+) -> None:
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "several", "state": "running"}))
+        await publisher.snapshot(ROWS, snapshot_id="several", pieces=PIECES)
+
+    async with answering(publisher, bridge):
+        with pytest.raises(SnapshotFailed, match="several consistent points"):
+            await client.snapshot("users")
+
+
+async def test_a_file_has_one_state_of_the_table(
+    publisher: Publisher, run_command: Any, nats_server: NatsServer, prefix: str, tmp_path: Path
+) -> None:
+    await publisher.snapshot(ROWS, snapshot_id="several", pieces=PIECES)
+
+    async def cdc(*arguments: str) -> Any:
+        options = ("--prefix", prefix)
+        return await asyncio.to_thread(run_command, "cdc", "snapshot", *arguments, *options)
+
+    verified = await cdc("users")
+    assert (verified.returncode, verified.stderr) == (0, "")
+    assert "3 rows, verified; snapshot several at 0/5000 to 0/6000, reused" in verified.stdout
+
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "one", "state": "running"}))
+        await publisher.snapshot(ROWS, snapshot_id="one")
+
+    async with answering(publisher, bridge) as requests:
+        written = await cdc("users", "--out", str(tmp_path / "users.jsonl"))
+    assert requests == [{"pieces": False}]
+    assert "snapshot one at 0/5000, new" in written.stdout, written.stderr
+
+
+async def test_a_chunk_of_another_point_is_corrupt(publisher: Publisher, client: Client) -> None:
+    await publisher.snapshot(ROWS, pieces=PIECES, chunk_changes={"lsn": 0x5000})
+    snapshot = await client.snapshot("users", pieces=True)
+    with pytest.raises(CorruptData, match=r"chunk 1: .* lsn is 20480, the snapshot's is 24576"):
+        [row async for row in snapshot.rows()]
+
+
+async def test_rows_are_asked_for_by_key(publisher: Publisher, client: Client) -> None:
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "some", "state": "running"}))
+        await publisher.snapshot(ROWS[1:], snapshot_id="some", options={"where": options["where"]})
+
+    async with answering(publisher, bridge) as requests:
+        some = await client.snapshot("users", where={"keys": [(3,)]})
+        assert [row["id"] async for row in some.rows()] == [3]
+        assert (await client.snapshot("users", where={"keys": [[3]]})).reused
+        assert not (await client.snapshot("users", where={"from": [1], "to": [4]})).reused
+        # What holds some of the rows is no snapshot of the table.
+        assert not await is_reusable(client.deployment, some.meta, {})
+    assert requests == [
+        {"pieces": False, "where": {"keys": [[3]]}},
+        {"pieces": False, "where": {"from": [1], "to": [4]}},
+    ]
+
+
+async def test_answers_with_some_rows_do_not_hide_the_snapshot_of_the_table(
+    publisher: Publisher, client: Client
+) -> None:
+    await publisher.snapshot(ROWS, snapshot_id="older")
+    await publisher.snapshot(ROWS, snapshot_id="all", pieces=PIECES)
+    for number in range(3):
+        options = {"where": {"keys": [[number]]}}
+        await publisher.snapshot(ROWS[1:], snapshot_id=f"some{number}", options=options)
+    found = await client.snapshot("users", pieces=True)
+    assert (found.meta.snapshot_id, found.reused) == ("all", True)
+
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "all", "state": "complete"}))
+
+    # The bridge may name a snapshot that other metas have followed.
+    async with answering(publisher, bridge):
+        found = await client.snapshot("users", pieces=True, zstd=False)
+        assert found.meta.snapshot_id == "all"
+
+
+async def test_a_mirror_uses_the_snapshot_that_the_next_bridge_finishes(
+    publisher: Publisher, client: Client
+) -> None:
+    async def bridge(message: Msg, options: dict[str, Any]) -> None:
+        await message.respond(encode({"ok": True, "snapshot_id": "long", "state": "running"}))
+        if len(requests) == 1:
+            error = {"v": 1, "snapshot_id": "long", "error": "stopped", "retry": True}
+            await publisher.js.publish(publisher.subjects.error("users"), encode(error))
+        else:
+            await publisher.snapshot(ROWS, snapshot_id="long", lsn=publisher.lsn)
+
+    target = MemoryTarget()
+    async with answering(publisher, bridge) as requests, asyncio.timeout(30):
+        await mirror(client, ["users"], target, once=True)
+    assert [request.get("fresh", False) for request in requests] == [False, False]
+    assert len(target.rows("users")) == len(FLAT)
+
+
+@pytest.mark.parametrize(
+    ("where", "complaint"),
+    [
+        ({}, "either `keys`"),
+        ({"keys": [[1]], "to": [2]}, "either `keys`"),
+        ({"until": [2]}, "either `keys`"),
+        ({"keys": [[1, 2]]}, "a list of 1 values: id"),
+        ({"keys": ["1"]}, "a list of 1 values: id"),
+        ({"from": [1], "to": []}, "a list of 1 values: id"),
+        ({"keys": [[n] for n in range(1001)]}, "at most 1000"),
+    ],
+)
+async def test_a_where_that_no_bridge_would_take_is_a_usage_error(
+    publisher: Publisher, client: Client, where: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        await client.snapshot("users", where=where)
+    await publisher.put_schema("bag", replica_identity="nothing")
+    with pytest.raises(UsageError, match="has no key"):
+        await client.snapshot("bag", where={"keys": [[1]]})
 
 
 async def test_a_snapshot_that_is_complete_already_is_taken(

@@ -19,7 +19,15 @@ class Bridge:
         self.problems = problems
         self.asked: list[str | None] = []
 
-    async def snapshot(self, _table: object, *, format: str | None, **_: object) -> Any:  # noqa: A002
+    async def snapshot(
+        self,
+        _table: object,
+        *,
+        format: str | None,  # noqa: A002
+        pieces: bool,
+        **_: object,
+    ) -> Any:
+        assert not pieces, "a load of several points would show rows of no single moment"
         self.asked.append(format)
         if format in self.problems:
             raise self.problems[format]

@@ -33,6 +33,14 @@ def test_options_are_read_in_either_encoding(pack: object) -> None:
     assert request.fresh is True
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_snapshot_of_one_point_serves_those_who_allow_more_and_those_who_do_not(
+    allowed: bool,
+) -> None:
+    request = parse_request(msgpack.packb({"pieces": allowed}), None, as_json=False, zstd=True)
+    assert (request.options, request.asked) == (CopyOptions(None, "msgpack", True), {})
+
+
 def test_null_means_not_said() -> None:
     body = json.dumps({"columns": None, "format": None, "zstd": None, "fresh": None}).encode()
     request = parse_request(body, None, as_json=False, zstd=True)
@@ -45,7 +53,7 @@ def test_null_means_not_said() -> None:
         b"\xc1", b"[1]", b"7", b'"text"', b"null", b"{", b"\xff" * 30, msgpack.packb({1: 2}),
         b'{"columns": []}', b'{"columns": [1]}', b'{"columns": {"a": 1}}', b'{"zstd": 1}',
         b'{"format": 5}', b'{"format": ["arrow"]}', b'{"fresh": "true"}', b'{"nope": 1}',
-        b"[" * 5000, b"{" + b" " * 70_000 + b"}",
+        b'{"pieces": 0}', b"[" * 5000, b"{" + b" " * 70_000 + b"}",
     ],
 )  # fmt: skip
 def test_junk_is_refused_never_a_crash(body: bytes) -> None:

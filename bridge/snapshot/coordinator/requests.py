@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     Admit = Callable[[str, str, "SnapshotRequest"], Awaitable["Admission"]]
 
 FORMATS: Final = ("msgpack", "json", "arrow")
-KNOWN: Final = ("columns", "format", "zstd", "fresh")
+KNOWN: Final = ("columns", "format", "zstd", "fresh", "pieces")
 # Fields that a client library adds; they do not change the snapshot.
 IGNORED: Final = ("v",)
 MOST_BYTES: Final = 64 * 1024
@@ -148,6 +148,8 @@ def parse_request(
         )
     compressed = _flag(asked, "zstd", zstd)
     fresh = _flag(asked, "fresh", False)
+    # Every snapshot has one consistent point, with which all requests are content.
+    _flag(asked, "pieces", True)
     kept = {key: asked[key] for key in ("format", "zstd") if asked.get(key) is not None}
     if columns is not None:
         kept["columns"] = list(columns)
