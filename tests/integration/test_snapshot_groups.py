@@ -449,3 +449,14 @@ async def test_requests_while_groups_are_copied_share_the_snapshot(
     holds.release("snapshot.group.finished")
     await snapshots.read("users", answer["snapshot_id"])
     assert await snapshots.record_keys() == []
+
+
+async def test_several_workers_copy_the_ranges_of_a_group(
+    database: Database, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.snapshot.tables.PIECE_BYTES", 8192)
+    monkeypatch.setattr("bridge.snapshot.coordinator.groups.DEFAULT_BYTES_PER_SECOND", 1.0)
+    create_users(database, 5000)
+    await snapshots.start(workers=3, chunk_rows=50, export_limit=0.5)
+    read = await snapshots.take("users")
+    assert sorted(row["id"] for row in read.rows) == list(range(1, 5001))

@@ -225,7 +225,10 @@ class ExportRun:
                 stream_created_us=0,
                 cdc_seq=0,
             )
-            await self._registry.divide(job, record, sizes, limit, self._settings.chunk_rows)
+            try:
+                await self._registry.divide(job, record, sizes, limit, self._settings.chunk_rows)
+            except JETSTREAM_ERRORS as error:
+                await self._registry.fail(job, f"the snapshot could not be recorded: {error}")
             return False
         if self._seconds and self._seconds + seconds > limit:
             self._registry.put_back(job)

@@ -237,7 +237,11 @@ class SnapshotService:
             await stay_cancelled()
             job = await self._registry.next_divided()
             async with self._registry.exports:
-                await self._perform_group(job)
+                # A task of its own: an interrupted group leaves its task marked as cancelled.
+                run = asyncio.create_task(self._perform_group(job), name="snapshot export")
+                self._runs.add(run)
+                run.add_done_callback(self._runs.discard)
+                await run
 
     async def _perform_group(self, job: SnapshotJob) -> None:
         """Copy the next group of a job, or complete it; queue it again if more is to be done."""

@@ -24,6 +24,7 @@ from bridge.jetstream.dictionaries import DictionaryStore
 from bridge.jetstream.readback import stored_headers
 from bridge.jetstream.streams import StreamState, api, stream_state
 from bridge.schemas.store import read_document
+from bridge.snapshot.coordinator.groups import CannotGoOn
 from bridge.snapshot.coordinator.records import (
     OVERTAKEN,
     SNAPSHOT_ID,
@@ -148,7 +149,8 @@ class SnapshotStore:
             await self.remove_chunks(job, [n for n in found if n >= job.next_chunk])
             stored = await self._count_chunks(job.token, job.snapshot_id)
         if stored != job.next_chunk:
-            raise SnapshotError(
+            kind = SnapshotError if job.division is None else CannotGoOn
+            raise kind(
                 f"stream {self._subjects.init_stream} holds {stored} of {job.next_chunk} chunks; "
                 "look at its limits"
             )
