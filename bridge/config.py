@@ -387,6 +387,10 @@ class Settings:
         300.0, "how long a snapshot waits for running transactions", kind="seconds",
         group="snapshots", low=1,
     )  # fmt: skip
+    snapshot_export_limit: float = setting(
+        600.0, "a table with a key whose copy takes longer is copied in groups of key ranges, "
+        "none of which holds back vacuum for longer", kind="seconds", group="snapshots", low=0.05,
+    )  # fmt: skip
     snapshot_interval: float = setting(
         10.0, "how often a new snapshot of a table may begin, once ten have begun in a row; "
         "0 for no limit", kind="seconds", group="snapshots", low=0,

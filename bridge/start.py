@@ -315,6 +315,7 @@ class _Opening:
                 wait_limit=settings.snapshot_wait,
                 zstd=settings.zstd,
                 interval=settings.snapshot_interval,
+                export_limit=settings.snapshot_export_limit,
             ),
             schemas=tables,
             stats=self._stats,

@@ -186,7 +186,9 @@ class RecordReader:
         """
         for _ in range(20):
             reached = False
-            async with self._consumer(config, bounded=whole) as messages:
+            async with _consumer(
+                self._client, self._subjects.cdc_stream, config, bounded=whole
+            ) as messages:
                 async for message, seq in messages:
                     headers = message.headers or {}
                     await self._take(record, message.subject, headers, message.data)
@@ -269,77 +271,85 @@ class RecordReader:
             self._dictionaries.add(name, entry.value or b"")
             return decode_payload(headers, data, self._dictionaries)
 
-    @asynccontextmanager
-    async def _consumer(
-        self, config: Mapping[str, Any], *, bounded: bool
-    ) -> AsyncIterator[AsyncGenerator[tuple[Msg, int], None]]:
-        stream = self._subjects.cdc_stream
-        name = consumer_name(DEFAULT_INBOX_PREFIX)
-        body = {
-            "stream_name": stream,
-            "action": "create",
-            "config": {
-                "name": name,
-                "ack_policy": "none",
-                "mem_storage": True,
-                "num_replicas": 1,
-                "inactive_threshold": int(30e9),
-                **config,
-            },
-        }
-        try:
-            created = await api(self._client, ApiCall.CONSUMER_CREATE.of(stream, name), body)
-        except ApiError as error:
-            raise Retryable(f"the record cannot be read: {error}") from error
-        inbox = self._client.new_inbox()
-        subscription = await self._client.subscribe(
-            inbox, pending_msgs_limit=-1, pending_bytes_limit=-1
-        )
-        try:
-            pending = created["num_pending"]
-            limit = pending if bounded else None
-            messages = self._messages(subscription, inbox, stream, name, pending, limit)
-            async with aclosing(messages):
-                yield messages
-        finally:
-            await subscription.unsubscribe()
-            try:
-                await api(self._client, ApiCall.CONSUMER_DELETE.of(stream, name))
-            except (ApiError, Retryable):
-                pass
 
-    async def _messages(
-        self,
-        subscription: Any,
-        inbox: str,
-        stream: str,
-        name: str,
-        pending: int,
-        limit: int | None,
-    ) -> AsyncGenerator[tuple[Msg, int], None]:
-        while pending:
-            request = {"batch": min(pending, PULL_MESSAGES), "expires": int(5e9)}
-            await self._client.publish(
-                f"{API}.{ApiCall.CONSUMER_NEXT.of(stream, name)}",
-                json.dumps(request).encode(),
-                reply=inbox,
-            )
-            for _ in range(request["batch"]):
-                try:
-                    message = await subscription.next_msg(timeout=PULL_TIMEOUT_SECONDS)
-                except (TimeoutError, nats.errors.Error) as error:
-                    raise Retryable(f"the record cannot be read: {error}") from error
-                if not message.reply:
-                    # A status of the server: messages of the stream have a reply subject.
-                    raise Retryable("the record cannot be read: the server gave up")
-                tokens = message.reply.split(".")
-                pending = int(tokens[-1])
-                if limit is not None:
-                    limit -= 1
-                    pending = min(pending, limit)
-                yield message, int(tokens[-4])
-                if not pending:
-                    return
+async def stored_headers(
+    client: Client, stream: str, config: Mapping[str, Any]
+) -> AsyncIterator[Msg]:
+    """The messages that a stream holds now, as far as the consumer's configuration selects them."""
+    async with _consumer(client, stream, config, bounded=True) as messages:
+        async for message, _ in messages:
+            yield message
+
+
+@asynccontextmanager
+async def _consumer(
+    client: Client, stream: str, config: Mapping[str, Any], *, bounded: bool
+) -> AsyncIterator[AsyncGenerator[tuple[Msg, int], None]]:
+    name = consumer_name(DEFAULT_INBOX_PREFIX)
+    body = {
+        "stream_name": stream,
+        "action": "create",
+        "config": {
+            "name": name,
+            "ack_policy": "none",
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": int(30e9),
+            **config,
+        },
+    }
+    try:
+        created = await api(client, ApiCall.CONSUMER_CREATE.of(stream, name), body)
+    except ApiError as error:
+        raise Retryable(f"the record cannot be read: {error}") from error
+    inbox = client.new_inbox()
+    subscription = await client.subscribe(inbox, pending_msgs_limit=-1, pending_bytes_limit=-1)
+    try:
+        pending = created["num_pending"]
+        limit = pending if bounded else None
+        messages = _messages(client, subscription, inbox, stream, name, pending, limit)
+        async with aclosing(messages):
+            yield messages
+    finally:
+        await subscription.unsubscribe()
+        try:
+            await api(client, ApiCall.CONSUMER_DELETE.of(stream, name))
+        except (ApiError, Retryable):
+            pass
+
+
+async def _messages(
+    client: Client,
+    subscription: Any,
+    inbox: str,
+    stream: str,
+    name: str,
+    pending: int,
+    limit: int | None,
+) -> AsyncGenerator[tuple[Msg, int], None]:
+    while pending:
+        request = {"batch": min(pending, PULL_MESSAGES), "expires": int(5e9)}
+        await client.publish(
+            f"{API}.{ApiCall.CONSUMER_NEXT.of(stream, name)}",
+            json.dumps(request).encode(),
+            reply=inbox,
+        )
+        for _ in range(request["batch"]):
+            try:
+                message = await subscription.next_msg(timeout=PULL_TIMEOUT_SECONDS)
+            except (TimeoutError, nats.errors.Error) as error:
+                raise Retryable(f"the record cannot be read: {error}") from error
+            if not message.reply:
+                # A status of the server: messages of the stream have a reply subject.
+                raise Retryable("the record cannot be read: the server gave up")
+            tokens = message.reply.split(".")
+            pending = int(tokens[-1])
+            if limit is not None:
+                limit -= 1
+                pending = min(pending, limit)
+            yield message, int(tokens[-4])
+            if not pending:
+                return
 
 
 def _has_change_id(subjects: Subjects, subject: str, headers: dict[str, str]) -> bool:

@@ -123,6 +123,10 @@ class LockTimeout(StatementFailed):
     """Another session holds a lock longer than this session may wait."""
 
 
+class ValueRefused(StatementFailed):
+    """PostgreSQL does not read a value as one of its type."""
+
+
 def primary_message(error: psycopg.Error) -> str:
     """PostgreSQL's message without its details and without values of rows."""
     if error.sqlstate and error.diag.message_primary:
@@ -132,10 +136,12 @@ def primary_message(error: psycopg.Error) -> str:
 
 @contextmanager
 def statement_errors() -> Iterator[None]:
-    """Convert driver errors in the body to StatementFailed or LockTimeout."""
+    """Convert driver errors in the body to StatementFailed, LockTimeout or ValueRefused."""
     try:
         yield
     except psycopg.errors.LockNotAvailable as error:
         raise LockTimeout(primary_message(error)) from error
+    except psycopg.DataError as error:
+        raise ValueRefused(primary_message(error)) from error
     except psycopg.Error as error:
         raise StatementFailed(primary_message(error)) from error

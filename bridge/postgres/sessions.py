@@ -14,7 +14,7 @@ from bridge.postgres.login import log_in_blocking
 from consumer_sdk.transport.cancellation import stay_cancelled
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
     from types import TracebackType
 
     from psycopg import AsyncConnection
@@ -40,6 +40,13 @@ JOIN pg_catalog.pg_settings s ON pg_catalog.lower(s.name) = pg_catalog.lower(w.n
 """
 
 
+PRINT_SQL: Final = """
+SELECT pg_catalog.format('%%s', v.value::{type_name})
+FROM ROWS FROM (pg_catalog.unnest(%s::pg_catalog.text[])) WITH ORDINALITY AS v(value, place)
+ORDER BY v.place
+"""
+
+
 async def connect_session(
     conninfo: str, application: str, **parameters: Any
 ) -> AsyncConnection[Any]:
@@ -50,6 +57,19 @@ async def connect_session(
 async def set_session(connection: AsyncConnection[Any]) -> None:
     """Apply the settings that determine how values are printed."""
     await connection.execute(SESSION_SQL, _session_parameters())
+
+
+async def print_values(
+    connection: AsyncConnection[Any], type_name: str, texts: Sequence[str]
+) -> list[str]:
+    """Read texts as values of a type and print them again; ValueRefused if one is no such value.
+
+    The name of the type becomes part of the statement, so it must come from the catalog.
+    """
+    query = PRINT_SQL.format(type_name=type_name.replace("%", "%%"))
+    with statement_errors():
+        rows = await (await connection.execute(query.encode(), [list(texts)])).fetchall()
+    return [row[0] for row in rows]
 
 
 def _session_parameters() -> list[list[str]]:
@@ -184,6 +204,16 @@ class CopySession:
         except StatementFailed:
             self.roll_back_to_savepoint()
             raise
+
+    def prefer_indexes(self) -> None:
+        """Let ranges of a key be read by its index until the transaction ends."""
+        self._execute("SET LOCAL enable_seqscan = off")
+
+    def first_row(self, query: str) -> tuple[Any, ...] | None:
+        """The first row of a query, None if there is none."""
+        with statement_errors():
+            row: tuple[Any, ...] | None = self.connection.execute(query.encode()).fetchone()
+        return row
 
     def set_savepoint(self) -> None:
         """Mark where `roll_back_to_savepoint` returns to."""

@@ -7,6 +7,7 @@
                   ←  LocksTaken
     StartCopying  →
                   ←  PieceWanted        answered by CopyPiece, or NoMorePieces
+                  ←  PieceCut           after CopyPiece of a piece with `rows`
                   ←  ChunkNumberWanted  answered by ChunkNumber, or TableCancelled
                   ←  ObjectAnnounced, ChunkStored, DictionaryTrained
                   ←  TableFinished, or TableFailed
@@ -67,6 +68,8 @@ class TableTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     zstd: bool
     dictionary: ZstdDictionary | None
     train: bool
+    attempt: str = ""
+    """Of a table in groups: names this attempt at one group in message ids and objects."""
 
 
 class CopyTask(Message, frozen=True):
@@ -152,6 +155,13 @@ class PieceWanted(Message, frozen=True):
     """The worker has nothing to copy."""
 
 
+class PieceCut(Message, frozen=True):
+    """The piece that the worker copies now ends before this key; None: at the end of the table."""
+
+    table: int
+    end: tuple[str, ...] | None
+
+
 class ChunkNumberWanted(Message, frozen=True):
     """A chunk of this table is ready to be sent."""
 
@@ -188,10 +198,14 @@ class TableFinished(Message, frozen=True):
 
 
 class TableFailed(Message, frozen=True):
-    """The table cannot be copied; the worker continues with others."""
+    """The table cannot be copied; the worker continues with others.
+
+    With `is_passing`, the reason is NATS: another attempt may succeed.
+    """
 
     table: int
     error: str
+    is_passing: bool = False
 
 
 class CopyDone(Message, frozen=True):
@@ -222,6 +236,7 @@ Report: TypeAlias = (
     | Connected
     | LocksTaken
     | PieceWanted
+    | PieceCut
     | ChunkNumberWanted
     | ObjectAnnounced
     | ChunkStored

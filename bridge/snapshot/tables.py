@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from bridge.errors import Refused
 from bridge.events.values import ColumnType
 from bridge.postgres.publication import read_entry
+from bridge.snapshot.keys import KeyColumn, KeyRange, quote
 from consumer_sdk.wire.subjects import format_table_name, quote_identifier
 
 if TYPE_CHECKING:
@@ -83,6 +84,34 @@ ORDER BY c.oid
 """
 
 
+# A key can be read in ranges if its order is the one that PostgreSQL itself defines for its types:
+# a comparison then means the same here as in the index, and runs no function of a user. Base types
+# of PostgreSQL and enums have no such functions either.
+KEYS: Final = """
+SELECT i.indisprimary, c.relreplident, a.attname, i.indimmediate AND i.indisvalid,
+       i.indpred IS NULL AND i.indoption[k.place - 1] = 0 AND m.amname = 'btree'
+       AND o.opcdefault AND o.opcnamespace = 'pg_catalog'::pg_catalog.regnamespace
+       AND i.indcollation[k.place - 1] = a.attcollation
+FROM pg_catalog.pg_index i
+JOIN pg_catalog.pg_class c ON c.oid = i.indrelid
+JOIN pg_catalog.pg_class x ON x.oid = i.indexrelid
+JOIN pg_catalog.pg_am m ON m.oid = x.relam
+CROSS JOIN LATERAL pg_catalog.unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
+JOIN pg_catalog.pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.attnum
+JOIN pg_catalog.pg_opclass o ON o.oid = i.indclass[k.place - 1]
+WHERE i.indrelid = %s::oid AND (i.indisprimary OR i.indisreplident) AND k.place <= i.indnkeyatts
+ORDER BY i.indisprimary DESC, k.place
+"""
+
+# With -1, and not null, the name of bpchar and bit has no length.
+KEY_TYPES: Final = """
+SELECT t.oid::int8, pg_catalog.format_type(t.oid, -1)
+FROM pg_catalog.pg_type t
+WHERE t.oid = ANY(%s::oid[]) AND (t.typtype = 'e' OR t.typtype = 'b' AND t.typcategory <> 'A'
+      AND t.typnamespace = 'pg_catalog'::pg_catalog.regnamespace)
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class CopyColumn:
     """A column to copy; `position` numbers the published columns from 1."""
@@ -145,6 +174,8 @@ class TableDescription:
     heaps: tuple[Heap, ...]
     by_columns: bool = False
     """Whether the bridge may read the published columns only, so neither ctid nor LOCK TABLE."""
+    key: tuple[KeyColumn, ...] = ()
+    """The columns that identify a row; () if there is no key that can be read in ranges."""
 
     @property
     def name(self) -> str:
@@ -171,12 +202,15 @@ class TableDescription:
 class Piece:
     """A range of blocks of one heap: without `end` up to its end; without `heap` the whole table.
 
-    `heap` is an index of the table's `heaps`.
+    `heap` is an index of the table's `heaps`. With `keys` it is only rows with these keys; with
+    `rows`, the worker ends it after about so many, and reports where.
     """
 
     heap: int | None
     start: int = 0
     end: int | None = None
+    keys: KeyRange | None = None
+    rows: int | None = None
 
 
 class MeasuredTable(NamedTuple):
@@ -235,8 +269,42 @@ async def describe_table(
         entry.row_filter,
         tuple(heaps),
         by_columns,
+        await _read_key(connection, oid, columns),
     )
     return MeasuredTable(description, tuple(sizes))
+
+
+async def _read_key(
+    connection: CatalogConnection, oid: int, columns: Sequence[CopyColumn]
+) -> tuple[KeyColumn, ...]:
+    """The key that identifies rows in events, () if it cannot be read in ranges."""
+    primary: list[str] = []
+    identity: list[str] = []
+    unusable: set[str] = set()
+    replica_identity = "n"
+    for is_primary, kind, name, identifies, is_ordered in await (
+        await connection.execute(KEYS, [oid])
+    ).fetchall():
+        replica_identity = _text(kind)
+        (primary if is_primary else identity).append(name)
+        if not identifies or not is_ordered:
+            unusable.add(name)
+    if replica_identity == "n" or (replica_identity == "i" and not set(primary) <= set(identity)):
+        primary = []
+    names = primary or (identity if replica_identity == "i" else [])
+    known = {column.name: column for column in columns}
+    if unusable.intersection(names) or not known.keys() >= set(names):
+        return ()
+    types = [known[name].type.base_oid for name in names]
+    spelled: dict[int, str] = dict(await (await connection.execute(KEY_TYPES, [types])).fetchall())
+    if not spelled.keys() >= set(types):
+        return ()
+    # Without a primary key, readers have the columns of the identity in the table's order.
+    order = names if primary else sorted(names, key=lambda name: known[name].position)
+    return tuple(
+        KeyColumn(name, known[name].type, spelled[known[name].type.base_oid], order.index(name))
+        for name in names
+    )
 
 
 def _text(value: str | bytes) -> str:
@@ -280,15 +348,18 @@ def useful_workers(sizes: Sequence[HeapSize], most: int) -> int:
     return max(1, min(most, total // PIECE_BYTES + 1))
 
 
-def quote(name: str) -> str:
-    """An identifier for SQL, always in quotes."""
-    return '"' + name.replace('"', '""') + '"'
+def whole_table(table: TableDescription) -> str:
+    """The table in a FROM clause, with all partitions of a root, but without children."""
+    return f"{'' if table.partitioned else 'ONLY '}{quote(table.schema)}.{quote(table.table)}"
 
 
 def copy_sql(table: TableDescription, piece: Piece) -> str:
     """COPY of one piece, with the publication's column list and row filter."""
     conditions = []
-    if piece.heap is None:
+    if piece.keys is not None:
+        source = whole_table(table)
+        conditions += piece.keys.conditions()
+    elif piece.heap is None:
         source = f"{quote(table.schema)}.{quote(table.table)}"
     else:
         heap = table.heaps[piece.heap]
@@ -306,8 +377,7 @@ def copy_sql(table: TableDescription, piece: Piece) -> str:
 
 def lock_sql(table: TableDescription) -> str:
     """The lock that prevents ALTER and TRUNCATE; it includes all partitions of a root."""
-    only = "" if table.partitioned else "ONLY "
-    name = f"{only}{quote(table.schema)}.{quote(table.table)}"
+    name = whole_table(table)
     if table.by_columns:
         # LOCK TABLE needs a right on the whole table; a query takes the same lock.
         return f"SELECT {quote(table.columns[0].name)} FROM {name} LIMIT 0"  # noqa: S608

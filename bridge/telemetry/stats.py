@@ -89,6 +89,8 @@ class SnapshotGauge:
     total_estimate: int | None = None
     finished_at: float | None = None
     error: str | None = None
+    group: int | None = None
+    """The group of key ranges under way, from 1, if the table is copied in groups."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -18,7 +18,7 @@ from hypothesis import settings
 from bridge.jetstream.record import StreamRecord, load_progress
 from bridge.schemas.coverage_watch import CoverageStore
 from bridge.schemas.store import read_document
-from bridge.snapshot.coordinator.store import read_record
+from bridge.snapshot.coordinator.records import read_record
 from bridge.source import Source
 from consumer_sdk.commands import schemas, tail
 from consumer_sdk.commands.files import open_row_file

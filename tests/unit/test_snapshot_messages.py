@@ -11,6 +11,7 @@ from bridge.events.values import ColumnType
 from bridge.jetstream.dictionaries import ZstdDictionary
 from bridge.snapshot.coordinator.jobs import JobState, SnapshotJob
 from bridge.snapshot.coordinator.requests import CopyOptions
+from bridge.snapshot.keys import KeyColumn, KeyRange
 from bridge.snapshot.messages import (
     Alive,
     ChunkNumber,
@@ -26,6 +27,7 @@ from bridge.snapshot.messages import (
     LockTables,
     NoMorePieces,
     ObjectAnnounced,
+    PieceCut,
     PieceWanted,
     Report,
     ServerAccess,
@@ -72,6 +74,16 @@ COMMANDS: list[Command] = [
     StartCopying(),
     CopyPiece(3, Piece(0, 16, 32)),
     CopyPiece(3, Piece(None)),
+    CopyPiece(
+        0,
+        Piece(
+            None,
+            keys=KeyRange(
+                (KeyColumn("id", ColumnType(25), "text", 0),), ((">=", ("'",)),), (("a",), ("ä",))
+            ),
+            rows=7,
+        ),
+    ),
     NoMorePieces(),
     ChunkNumber(0),
     TableCancelled(),
@@ -81,12 +93,15 @@ REPORTS: list[Report] = [
     Connected(4711),
     LocksTaken({0: "permission denied", 7: "lock timeout"}),
     PieceWanted(),
+    PieceCut(0, ("1", "x")),
+    PieceCut(0, None),
     ChunkNumberWanted(2),
     ObjectAnnounced(2, "snapshot-x-0-0"),
     ChunkStored(2, 5, 10_000, "00ff"),
     DictionaryTrained(0, b"\x00\xff"),
     TableFinished(0),
     TableFailed(0, "out of range"),
+    TableFailed(0, "NATS is away", is_passing=True),
     CopyDone(),
     WorkerFailed("the connection is lost"),
 ]

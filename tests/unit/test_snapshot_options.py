@@ -53,7 +53,7 @@ def test_null_means_not_said() -> None:
         b"\xc1", b"[1]", b"7", b'"text"', b"null", b"{", b"\xff" * 30, msgpack.packb({1: 2}),
         b'{"columns": []}', b'{"columns": [1]}', b'{"columns": {"a": 1}}', b'{"zstd": 1}',
         b'{"format": 5}', b'{"format": ["arrow"]}', b'{"fresh": "true"}', b'{"nope": 1}',
-        b'{"pieces": 0}', b"[" * 5000, b"{" + b" " * 70_000 + b"}",
+        b'{"pieces": 0}', b"[" * 5000, b"{" + b" " * 140_000 + b"}",
     ],
 )  # fmt: skip
 def test_junk_is_refused_never_a_crash(body: bytes) -> None:

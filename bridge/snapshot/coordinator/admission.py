@@ -149,12 +149,16 @@ class SnapshotRates:
 
     def __init__(self, seconds: float, most_tables: int = 100_000) -> None:
         self._tables = _Buckets(TABLE_BURST, seconds, most_tables)
+        # Requests for some rows must not keep others from the whole table.
+        self._parts = _Buckets(TABLE_BURST, seconds, most_tables)
         self._requesters = _Buckets(REQUESTER_BURST, seconds / REQUESTER_SHARE, MOST_REQUESTERS)
         self._fresh = TokenBucket(FRESH_BURST, seconds / FRESH_SHARE)
 
-    def take(self, table: str, requester: str, *, fresh: bool) -> None:
+    def take(self, table: str, requester: str, *, fresh: bool, is_part: bool = False) -> None:
         """Count a new snapshot; TooMany if it may not begin now."""
         limits = [(f"snapshots of {table} have", self._tables[table])]
+        if is_part:
+            limits = [(f"snapshots of rows of {table} have", self._parts[table])]
         if fresh:
             limits.append(("fresh snapshots have", self._fresh))
             if requester:

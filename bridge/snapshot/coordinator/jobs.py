@@ -7,14 +7,17 @@ import logging
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import nats.errors
 
 from bridge.errors import SnapshotError
-from bridge.snapshot.coordinator.store import JETSTREAM_ERRORS, STOPPED, SnapshotRecord
+from bridge.snapshot.coordinator.groups import CopySpeed, divide
+from bridge.snapshot.coordinator.records import SnapshotRecord
+from bridge.snapshot.coordinator.requests import CopyOptions
+from bridge.snapshot.coordinator.store import JETSTREAM_ERRORS, STOPPED
 from consumer_sdk.transport.cancellation import stay_cancelled, uninterrupted
 from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire import envelope
@@ -22,13 +25,16 @@ from consumer_sdk.wire.checksums import snapshot_checksum
 from consumer_sdk.wire.subjects import format_table_name, table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from nats.aio.client import Client
 
-    from bridge.snapshot.coordinator.requests import CopyOptions, SnapshotRequest
+    from bridge.snapshot.coordinator.groups import Division
+    from bridge.snapshot.coordinator.records import DivisionRecord
+    from bridge.snapshot.coordinator.requests import SnapshotRequest
     from bridge.snapshot.coordinator.store import SnapshotStore
-    from bridge.snapshot.tables import Piece, TableDescription
+    from bridge.snapshot.messages import ChunkFormat
+    from bridge.snapshot.tables import HeapSize, Piece, TableDescription
     from bridge.source import Source
     from bridge.telemetry.stats import BridgeStats, SnapshotGauge, SnapshotState
 
@@ -90,6 +96,8 @@ class SnapshotJob:
     schema_document: dict[str, Any] = field(default_factory=dict)
     point: ConsistentPoint | None = None
     """Set by the export."""
+    division: Division | None = None
+    """Set if the table is copied in groups."""
     estimated_rows: int | None = None
     started_at: float = field(default_factory=time.time)
     pieces: list[Piece] = field(default_factory=list)
@@ -114,7 +122,8 @@ class SnapshotJob:
     @property
     def record(self) -> SnapshotRecord:
         """Its record in KV while it is active."""
-        return SnapshotRecord(self.schema, self.table, self.snapshot_id)
+        division = None if self.division is None else self.division.record
+        return SnapshotRecord(self.schema, self.table, self.snapshot_id, division=division)
 
     @property
     def token(self) -> str:
@@ -129,6 +138,25 @@ class SnapshotJob:
     def is_copied(self) -> bool:
         """Whether every row is in an acknowledged chunk."""
         return not self.pieces and not self.workers and len(self.chunk_digests) == self.next_chunk
+
+    def begin_export(self, point: ConsistentPoint) -> None:
+        """Note the point of its export; a snapshot in groups begins at the point of its first."""
+        if self.division is None:
+            self.point = point
+            return
+        self.division.begin(point)
+        self.progress.group = self.division.number
+        if not self.division.record.groups:
+            self.point = point
+
+    def reset_chunks(self, digests: dict[int, str], rows: int) -> None:
+        """Forget all chunks but these, which are stored."""
+        self.pieces.clear()
+        self.workers.clear()
+        self.chunk_digests = digests
+        self.next_chunk = len(digests)
+        self.rows = self.progress.rows = rows
+        self.progress.chunks = len(digests)
 
     def move_to(self, state: JobState) -> None:
         """Enter the next state; ValueError for one that cannot follow."""
@@ -177,6 +205,8 @@ class JobRegistry:
         self._jobs: dict[JobKey, SnapshotJob] = {}
         self._queue: list[SnapshotJob] = []
         self._queued = asyncio.Event()
+        self._groups: asyncio.Queue[SnapshotJob] = asyncio.Queue()
+        self.speed = CopySpeed()
         self.exports = asyncio.Semaphore(MOST_EXPORTS)
         """Limits the number of exports that run at the same time."""
 
@@ -189,7 +219,11 @@ class JobRegistry:
 
     def find(self, key: JobKey) -> SnapshotJob | None:
         """The active snapshot that a request can share, if there is one."""
-        return self._jobs.get(key)
+        schema, table, options = key
+        # A snapshot of one point is good for those who could use several, too.
+        return self._jobs.get(key) or self._jobs.get(
+            (schema, table, replace(options, pieces=False))
+        )
 
     async def add(self, schema: str, table: str, request: SnapshotRequest) -> SnapshotJob:
         """Begin a snapshot: record it, then queue it."""
@@ -198,7 +232,7 @@ class JobRegistry:
         job = SnapshotJob(schema, table, request.options, request.asked, snapshot_id, progress)
         self._jobs[job.key] = job
         try:
-            await self._store.put_record(job)
+            await self._store.records.put(job)
         except BaseException:
             del self._jobs[job.key], self._stats.snapshots[snapshot_id]
             raise
@@ -206,12 +240,67 @@ class JobRegistry:
         self._enqueue(job)
         return job
 
+    async def divide(
+        self, job: SnapshotJob, record: DivisionRecord, sizes: Sequence[HeapSize], limit: float,
+        chunk_rows: int,
+    ) -> None:  # fmt: skip
+        """Let a job be copied in groups from now on."""
+        job.division = divide(record, sizes, limit, chunk_rows)
+        await self._store.records.update(job)
+        event(logger, "snapshot in groups", table=job.name, snapshot_id=job.snapshot_id)
+        self._enqueue(job)
+
+    def resume(self, record: SnapshotRecord, limit: float, chunk_rows: int) -> None:
+        """Go on with a snapshot in groups that another bridge began."""
+        division = record.division
+        assert division is not None
+        options = CopyOptions(division.columns, cast("ChunkFormat", division.format), division.zstd)
+        name = format_table_name(record.schema, record.table)
+        progress = self._stats.begin_snapshot(record.snapshot_id, name)
+        job = SnapshotJob(
+            record.schema, record.table, options, division.asked, record.snapshot_id, progress
+        )
+        job.record_revision = record.revision
+        job.division = divide(division, (), limit, chunk_rows)
+        job.division.has_remains = True
+        if division.groups:
+            job.point = ConsistentPoint(
+                division.groups[0].snapshot_lsn, division.cdc_seq, division.stream_created_us
+            )
+        self._jobs[job.key] = job
+        event(
+            logger,
+            "snapshot goes on",
+            table=job.name,
+            snapshot_id=job.snapshot_id,
+            groups=len(division.groups),
+            rows=division.rows,
+        )
+        self._enqueue(job)
+
+    async def next_divided(self) -> SnapshotJob:
+        """Wait for a job whose next group may be copied; they take turns."""
+        while (job := await self._groups.get()).state.is_final:
+            pass
+        return job
+
+    def postpone(self, job: SnapshotJob, seconds: float) -> None:
+        """Queue a job in groups again after a pause."""
+        asyncio.get_running_loop().call_later(seconds, self._groups.put_nowait, job)
+
+    def put_back(self, job: SnapshotJob) -> None:
+        """Queue a job again for another export."""
+        self._enqueue(job)
+
     def restart(self, job: SnapshotJob) -> None:
         """Queue a job again because its table changed before the first row was copied."""
         event(logger, "snapshot begins again", table=job.name, snapshot_id=job.snapshot_id)
         self._enqueue(job)
 
     def _enqueue(self, job: SnapshotJob) -> None:
+        if job.division is not None:
+            self._groups.put_nowait(job)
+            return
         if self.exports.locked():
             job.wait_for([f"one of the {MOST_EXPORTS} exports under way to end"])
         self._queue.append(job)
@@ -229,12 +318,17 @@ class JobRegistry:
 
     async def begin_copy(self, job: SnapshotJob) -> None:
         """Begin the copy: the table is locked and divided into pieces."""
-        job.move_to(JobState.COPYING)
+        # The next groups of a snapshot find it so already.
+        if job.state is not JobState.COPYING:
+            job.move_to(JobState.COPYING)
         job.progress.state = "copying"
         await self.publish_progress(job)
 
     async def complete(self, job: SnapshotJob) -> None:
-        """Publish the meta of a copied job; the job fails if that is not possible."""
+        """Publish the meta of a copied job; the job fails if that is not possible.
+
+        A job in groups raises what went wrong instead, because it may be completed later.
+        """
         # Shielded: a cancellation here would revoke a snapshot that readers may have seen.
         await uninterrupted(asyncio.create_task(self._complete(job)))
 
@@ -242,8 +336,13 @@ class JobRegistry:
         try:
             await self._store.publish_meta(job)
         except (SnapshotError, *JETSTREAM_ERRORS) as error:
+            if job.division is not None:
+                raise
             await self.fail(job, f"the snapshot could not be completed: {error}")
             return
+        if job.state is JobState.WAITING:
+            # Its last group was copied by an earlier bridge.
+            job.move_to(JobState.COPYING)
         job.move_to(JobState.READY)
         self._remove(job, "done")
         event(
@@ -257,13 +356,30 @@ class JobRegistry:
         )
         await self.publish_progress(job)
 
-    async def fail(self, job: SnapshotJob, error: str) -> None:
+    async def fail(self, job: SnapshotJob, error: str, *, may_retry: bool = False) -> None:
         """End a job without a result; a job that has ended does not change."""
-        await self._fail(job, error, "failed")
+        await self._fail(job, error, "failed", may_retry)
+
+    def leave(self, job: SnapshotJob, reason: str) -> None:
+        """Forget a job in groups without touching what is stored: a bridge goes on with it."""
+        if job.state.is_final:
+            return
+        job.move_to(JobState.FAILED)
+        self._remove(job, "cancelled")
+        event(
+            logger,
+            "snapshot left to the next bridge",
+            table=job.name,
+            snapshot_id=job.snapshot_id,
+            reason=reason,
+        )
 
     async def cancel(self, job: SnapshotJob) -> None:
-        """End a job because the bridge stops."""
-        await self._fail(job, STOPPED, "cancelled")
+        """End a job because the bridge stops; the next bridge goes on with one in groups."""
+        if job.division is not None:
+            self.leave(job, "the bridge stops")
+        else:
+            await self._fail(job, STOPPED, "cancelled")
 
     async def cancel_all(self) -> None:
         """Cancel all active jobs; no worker may run any more."""
@@ -271,7 +387,9 @@ class JobRegistry:
             await self.cancel(job)
             job.no_more_chunks.set()
 
-    async def _fail(self, job: SnapshotJob, error: str, shown: SnapshotState) -> None:
+    async def _fail(
+        self, job: SnapshotJob, error: str, shown: SnapshotState, may_retry: bool = False
+    ) -> None:
         if job.state.is_final:
             return
         job.move_to(JobState.FAILED)
@@ -286,7 +404,7 @@ class JobRegistry:
             error=error,
         )
         await self.publish_progress(job)
-        self._store.publish_error_later(job, error)
+        self._store.publish_error_later(job, error, may_retry=may_retry)
 
     def _remove(self, job: SnapshotJob, shown: SnapshotState) -> None:
         job.progress.state = shown
@@ -313,6 +431,7 @@ class JobRegistry:
             "rows": job.rows,
             "chunks": len(job.chunk_digests),
             "pieces_left": len(job.pieces),
+            "group": None if job.division is None else job.division.number,
             "estimated_rows": job.estimated_rows,
             "waiting_for": job.waiting_for,
             "error": job.error,

@@ -24,6 +24,7 @@ from bridge.snapshot.coordinator.admission import (
     TooMany,
     requester_of,
 )
+from bridge.snapshot.keys import parse_where
 from consumer_sdk.transport.api import parse_headers
 from consumer_sdk.transport.cancellation import stay_cancelled
 from consumer_sdk.transport.connection import NatsConnection, one_line
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
 
     from bridge.snapshot.coordinator.jobs import JobState
+    from bridge.snapshot.keys import Where
     from bridge.snapshot.messages import ChunkFormat
     from bridge.source import Source
     from bridge.telemetry.stats import BridgeStats
@@ -46,10 +48,11 @@ if TYPE_CHECKING:
     Admit = Callable[[str, str, "SnapshotRequest"], Awaitable["Admission"]]
 
 FORMATS: Final = ("msgpack", "json", "arrow")
-KNOWN: Final = ("columns", "format", "zstd", "fresh", "pieces")
+KNOWN: Final = ("columns", "format", "zstd", "fresh", "where", "pieces")
 # Fields that a client library adds; they do not change the snapshot.
 IGNORED: Final = ("v",)
-MOST_BYTES: Final = 64 * 1024
+# So many hold the longest list of keys of ordinary length.
+MOST_BYTES: Final = 128 * 1024
 # The first byte of a MessagePack map is one of these.
 MAP_BYTES: Final = frozenset(bytes([byte]) for byte in (*range(0x80, 0x90), 0xDE, 0xDF))
 
@@ -88,6 +91,8 @@ class SnapshotSettings:
     most_of_table: int = 8
     interval: float = 10.0
     """After a burst, a new snapshot of a table may begin so often."""
+    export_limit: float = 600.0
+    """A table with a key that takes longer is copied in groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,9 @@ class CopyOptions:
     columns: tuple[str, ...] | None
     format: ChunkFormat
     zstd: bool
+    pieces: bool = True
+    """Whether the snapshot may have several consistent points."""
+    where: Where | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,11 @@ class SnapshotRequest:
     asked: dict[str, Any]
     fresh: bool
     requester: str = ""
+
+    def resolved(self, where: Where) -> SnapshotRequest:
+        """The same request with a `where` whose values were checked."""
+        options = replace(self.options, where=where)
+        return replace(self, options=options, asked={**self.asked, "where": where.document})
 
 
 class Admission(NamedTuple):
@@ -148,12 +161,19 @@ def parse_request(
         )
     compressed = _flag(asked, "zstd", zstd)
     fresh = _flag(asked, "fresh", False)
-    # Every snapshot has one consistent point, with which all requests are content.
-    _flag(asked, "pieces", True)
     kept = {key: asked[key] for key in ("format", "zstd") if asked.get(key) is not None}
     if columns is not None:
         kept["columns"] = list(columns)
-    return SnapshotRequest(CopyOptions(columns, cast("ChunkFormat", kind), compressed), kept, fresh)
+    where = parse_where(asked.get("where"))
+    options = CopyOptions(
+        columns,
+        cast("ChunkFormat", kind),
+        compressed,
+        # A snapshot of some rows has one point in any case.
+        _flag(asked, "pieces", True) or where is not None,
+        where,
+    )
+    return SnapshotRequest(options, kept, fresh)
 
 
 def _read_map(body: bytes, headers: Mapping[str, str] | None) -> dict[str, Any]:

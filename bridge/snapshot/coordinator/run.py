@@ -3,20 +3,28 @@
 The order of the steps makes a snapshot exact: describe the tables, read the last sequence of CDC,
 create the consistent point, let every worker import it and lock the tables, and describe the tables
 again. Only then is the first row copied. The locks prevent changes of the tables' structure until
-the last row is copied.
+the last row is copied. A table that is copied in groups is the only one of its export.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import time
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 from bridge.errors import BridgeError, Refused, Retryable, SnapshotError
 from bridge.postgres.errors import LockTimeout, StatementFailed, statement_errors
 from bridge.postgres.export import exported_snapshot, reported_wait
 from bridge.postgres.sessions import connect_session, set_session
-from bridge.snapshot.coordinator.jobs import ConsistentPoint
+from bridge.snapshot.coordinator.groups import (
+    CannotGoOn,
+    GroupInterrupted,
+    fingerprint,
+    is_divisible,
+)
+from bridge.snapshot.coordinator.jobs import ConsistentPoint, JobState
+from bridge.snapshot.coordinator.records import DivisionRecord
 from bridge.snapshot.coordinator.store import JETSTREAM_ERRORS
 from bridge.snapshot.messages import (
     ChunkNumber,
@@ -31,6 +39,7 @@ from bridge.snapshot.messages import (
     LockTables,
     NoMorePieces,
     ObjectAnnounced,
+    PieceCut,
     PieceWanted,
     StartCopying,
     TableCancelled,
@@ -39,12 +48,12 @@ from bridge.snapshot.messages import (
     TableTask,
     unexpected,
 )
-from bridge.snapshot.tables import MeasuredTable, cut, describe_table, useful_workers
+from bridge.snapshot.tables import MeasuredTable, Piece, cut, describe_table, useful_workers
 from consumer_sdk.transport.cancellation import errors_of
 from consumer_sdk.transport.holds import hold_async
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from bridge.postgres.connection import CatalogConnection
     from bridge.postgres.export import ExportedSnapshot
@@ -93,6 +102,8 @@ class ExportRun:
         self._restarted: set[str] = set()
         """Ids of the jobs that were put back into the queue."""
         self._sizes: dict[str, Sequence[HeapSize]] = {}
+        self._seconds = 0.0
+        """How long the copy of all jobs will take."""
 
     def owns(self, job: SnapshotJob) -> bool:
         """Whether this run still works on the job: it has neither ended nor been restarted."""
@@ -103,13 +114,25 @@ class ExportRun:
 
         After SnapshotError, the caller must fail the jobs that have not ended.
         """
+        async with self._session() as catalog:
+            await self._perform(catalog)
+
+    async def describe_copied(self) -> None:
+        """Describe the table of a job whose last group an earlier bridge has copied."""
+        (job,) = self._jobs
+        async with self._session() as catalog:
+            if await self._describe_before_export(catalog, job):
+                await self._read_schema(job)
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[CatalogConnection]:
         try:
             with statement_errors():
                 async with await connect_session(
                     self._access.login, "tailrace snapshot catalog"
                 ) as catalog:
                     await set_session(catalog)
-                    await self._perform(catalog)
+                    yield catalog
         except StatementFailed as error:
             raise SnapshotError(str(error)) from error
 
@@ -121,7 +144,7 @@ class ExportRun:
             return
         sizes = [size for job in jobs for size in self._sizes[job.snapshot_id]]
         with suppress(*JETSTREAM_ERRORS):
-            await self._store.make_room(sum(size.total_bytes for size in sizes))
+            await self._store.make_room(sum(_bytes_to_store(job, self._sizes) for job in jobs))
         async with self._pool.borrow(useful_workers(sizes, self._settings.workers)) as workers:
             cdc = await self._store.cdc_state()
             async with exported_snapshot(
@@ -133,7 +156,7 @@ class ExportRun:
                 await hold_async("snapshot.exported")
                 point = ConsistentPoint(export.snapshot_lsn, cdc.last_seq + 1, cdc.created_us)
                 for job in jobs:
-                    job.point = point
+                    job.begin_export(point)
                 failed, contended = await self._import(catalog, workers, export)
             limit = int(LATER_LOCK_SECONDS * 1000)
             await catalog.execute(f"SET lock_timeout = {limit}".encode())
@@ -141,18 +164,76 @@ class ExportRun:
                 await self._compare_after_locking(
                     catalog, job, failed.get(index), index in contended
                 )
+            await self._copy_in_time(workers)
+
+    async def _copy_in_time(self, workers: Sequence[WorkerProcess]) -> None:
+        """Copy everything; GroupInterrupted if the export of a group is held for too long."""
+        began_at = time.monotonic()
+        division = self._jobs[0].division
+        if division is None:
             await self._copy(workers)
+            sizes = [size for job in self._jobs for size in self._sizes[job.snapshot_id]]
+            if all(job.state is JobState.READY for job in self._jobs):
+                self._registry.speed.note(sizes, time.monotonic() - began_at)
+            return
+        try:
+            async with asyncio.timeout(division.seconds_left) as limit:
+                await self._copy(workers)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            division.failures += 1
+            division.shrink()
+            raise GroupInterrupted(
+                f"a group took longer than {self._settings.export_limit:g} s"
+            ) from error
 
     async def _describe_before_export(self, catalog: CatalogConnection, job: SnapshotJob) -> bool:
+        """Describe a table; False if its job does not belong to this export."""
         try:
             job.description, sizes = await self._describe(catalog, job)
         except Refused as refusal:
             await self._registry.fail(job, str(refusal))
             return False
         self._sizes[job.snapshot_id] = sizes
+        if job.division is not None:
+            if fingerprint(job.description) != job.division.record.fingerprint:
+                raise CannotGoOn(f"the structure of {job.name} changed; ask again")
+        elif not await self._belongs_here(job, job.description, sizes):
+            self._restarted.add(job.snapshot_id)
+            return False
         job.attempts += 1
         job.wait_for([])
-        job.estimate(sum(size.rows_estimate for size in sizes))
+        job.estimate(0 if job.options.where else sum(size.rows_estimate for size in sizes))
+        return True
+
+    async def _belongs_here(
+        self, job: SnapshotJob, description: TableDescription, sizes: Sequence[HeapSize]
+    ) -> bool:
+        """Whether a job is copied under this export, and not in groups or under a later one."""
+        limit = self._settings.export_limit
+        seconds = 0.0 if job.options.where else self._registry.speed.seconds(sizes)
+        if is_divisible(job, description, seconds, limit):
+            record = DivisionRecord(
+                epoch=self._source.epoch,
+                asked=job.asked,
+                columns=job.options.columns,
+                format=job.options.format,
+                zstd=job.options.zstd,
+                fingerprint=fingerprint(description),
+                schema_version=0,
+                stream_created_us=0,
+                cdc_seq=0,
+            )
+            try:
+                await self._registry.divide(job, record, sizes, limit, self._settings.chunk_rows)
+            except JETSTREAM_ERRORS as error:
+                await self._registry.fail(job, f"the snapshot could not be recorded: {error}")
+            return False
+        if self._seconds and self._seconds + seconds > limit:
+            self._registry.put_back(job)
+            return False
+        self._seconds += seconds
         return True
 
     async def _describe(self, catalog: CatalogConnection, job: SnapshotJob) -> MeasuredTable:
@@ -240,7 +321,8 @@ class ExportRun:
     async def _try_again(self, job: SnapshotJob, reason: str) -> None:
         if job.attempts < MOST_ATTEMPTS:
             self._restarted.add(job.snapshot_id)
-            self._registry.restart(job)
+            if job.division is None:
+                self._registry.restart(job)
             return
         await self._registry.fail(
             job, f"{reason} during each of {MOST_ATTEMPTS} attempts; ask again later"
@@ -250,12 +332,26 @@ class ExportRun:
         self, job: SnapshotJob, description: TableDescription, sizes: Sequence[HeapSize]
     ) -> None:
         try:
-            job.schema_document = await self._schemas.ensure_schema(job.schema, job.table)
+            await self._read_schema(job)
         except (BridgeError, Retryable) as error:
+            if job.division is not None:
+                raise
             await self._registry.fail(job, str(error))
             return
-        job.pieces = cut(description, sizes)
+        if job.division is None:
+            where = job.options.where
+            job.pieces = (
+                cut(description, sizes) if where is None else [Piece(None, keys=where.keys)]
+            )
         await self._registry.begin_copy(job)
+
+    async def _read_schema(self, job: SnapshotJob) -> None:
+        """Read the version of the table's schema; CannotGoOn if earlier groups have another."""
+        job.schema_document = await self._schemas.ensure_schema(job.schema, job.table)
+        record = None if job.division is None else job.division.record
+        version = job.schema_document["schema_version"]
+        if record is not None and record.groups and record.schema_version != version:
+            raise CannotGoOn(f"the structure of {job.name} changed; ask again")
 
     async def _copy(self, workers: Sequence[WorkerProcess]) -> None:
         for job in self._jobs:
@@ -274,7 +370,7 @@ class ExportRun:
         while not isinstance(report := await worker.receive(), CopyDone):
             match report:
                 case PieceWanted():
-                    await worker.send(self._next_piece(worker))
+                    await worker.send(await self._next_piece(worker))
                 case ChunkNumberWanted(table):
                     number = self._jobs[table].take_number()
                     await worker.send(TableCancelled() if number is None else ChunkNumber(number))
@@ -294,24 +390,40 @@ class ExportRun:
                 job = self._jobs[table]
                 job.workers.discard(worker.number)
                 await self._complete_if_copied(job)
-            case TableFailed(table, error):
+            case PieceCut(table, end):
+                division = self._jobs[table].division
+                assert division is not None
+                division.note_cut(worker.number, end)
+            case TableFailed(table, error, is_passing):
                 job = self._jobs[table]
                 job.workers.discard(worker.number)
                 job.pieces.clear()
+                if job.division is not None:
+                    if is_passing:
+                        raise GroupInterrupted(error)
+                    job.division.note_failed(worker.number)
                 await self._registry.fail(job, error)
             case _:
                 raise unexpected(report)
 
-    def _next_piece(self, worker: WorkerProcess) -> Command:
+    async def _next_piece(self, worker: WorkerProcess) -> Command:
         for index, job in enumerate(self._jobs):
             # A restarted job belongs to another export with other workers.
-            if self.owns(job) and job.pieces:
+            if not self.owns(job):
+                continue
+            if job.division is not None:
+                assert job.description is not None
+                piece = await job.division.next_piece(job.description, worker.number)
+                if piece is not None:
+                    job.workers.add(worker.number)
+                    return CopyPiece(index, piece)
+            elif job.pieces:
                 job.workers.add(worker.number)
                 return CopyPiece(index, job.pieces.pop(0))
         return NoMorePieces()
 
     async def _complete_if_copied(self, job: SnapshotJob) -> None:
-        if self.owns(job) and job.is_copied:
+        if self.owns(job) and job.is_copied and job.division is None:
             await self._registry.complete(job)
 
     def _task(
@@ -337,6 +449,7 @@ class ExportRun:
         trainable = job.options.zstd and job.options.format != "arrow"
         if trainable:
             dictionary = await self._store.dictionaries.current(job.token, job.options.format)
+        attempt = None if job.division is None else job.division.attempt
         return TableTask(
             description=job.description,
             snapshot_id=job.snapshot_id,
@@ -344,4 +457,14 @@ class ExportRun:
             zstd=job.options.zstd,
             dictionary=dictionary,
             train=trainable and dictionary is None,
+            attempt=attempt.name if attempt is not None else "",
         )
+
+
+def _bytes_to_store(job: SnapshotJob, sizes: Mapping[str, Sequence[HeapSize]]) -> int:
+    """About how many bytes a job will still store."""
+    if job.options.where is not None:
+        return 0
+    total = sum(size.total_bytes for size in sizes[job.snapshot_id])
+    rows = sum(size.rows_estimate for size in sizes[job.snapshot_id])
+    return total * max(0, rows - job.rows) // rows if rows else total

@@ -6,16 +6,27 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final
 
-from bridge.errors import ForeignTable, Refused, Retryable, SnapshotError
+from bridge.errors import BridgeError, ForeignTable, Refused, Retryable, SnapshotError
 from bridge.postgres.sessions import ReconnectingSession
 from bridge.snapshot.coordinator.admission import SnapshotRates, TokenBucket, TooMany
+from bridge.snapshot.coordinator.groups import (
+    LONGEST_PAUSE_SECONDS,
+    MOST_FAILURES,
+    CannotGoOn,
+    GroupInterrupted,
+    GroupKeeper,
+)
 from bridge.snapshot.coordinator.jobs import JobRegistry, JobState
+from bridge.snapshot.coordinator.records import Overtaken
 from bridge.snapshot.coordinator.requests import Admission, RequestListener
 from bridge.snapshot.coordinator.run import ExportRun
-from bridge.snapshot.coordinator.store import MetaIdentity, SnapshotStore
+from bridge.snapshot.coordinator.store import JETSTREAM_ERRORS, MetaIdentity, SnapshotStore
 from bridge.snapshot.coordinator.worker_pool import WorkerPool
+from bridge.snapshot.keys import resolve
 from bridge.snapshot.tables import describe_table
 from consumer_sdk.transport.cancellation import stay_cancelled
+from consumer_sdk.transport.holds import hold_async
+from consumer_sdk.transport.logfmt import event
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
@@ -39,6 +50,7 @@ LOCK_SECONDS: Final = 0.5
 # A check costs queries to PostgreSQL and JetStream, so their number is limited too.
 CHECK_BURST: Final = 128
 CHECK_SECONDS: Final = 1 / 16
+NATS_PAUSE_SECONDS: Final = 1.0
 
 
 class SnapshotService:
@@ -68,17 +80,20 @@ class SnapshotService:
         )
         self._checks = TokenBucket(CHECK_BURST, CHECK_SECONDS)
         self._rates = SnapshotRates(settings.interval)
+        self._groups = GroupKeeper(self._store)
         self._pool = WorkerPool()
         self._admissions: dict[tuple[JobKey, bool], asyncio.Task[Admission]] = {}
         self._runs: set[asyncio.Task[None]] = set()
         self._background: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """End the snapshots that an earlier bridge left unfinished, then accept requests."""
+        """End or go on with what an earlier bridge left unfinished, then accept requests."""
         await self._store.open()
-        await self._store.end_abandoned()
+        for record in await self._store.end_abandoned():
+            self._registry.resume(record, self._settings.export_limit, self._settings.chunk_rows)
         self._background = [
             asyncio.create_task(self._schedule(), name="snapshot schedule"),
+            asyncio.create_task(self._schedule_groups(), name="snapshot groups"),
             asyncio.create_task(
                 self._registry.publish_progress_regularly(), name="snapshot progress"
             ),
@@ -98,7 +113,10 @@ class SnapshotService:
                 raise Retryable(f"{task.get_name()} ended: {reason}") from error
 
     async def stop(self) -> None:
-        """Cancel all active snapshots and publish their errors; then no worker is left."""
+        """Cancel all active snapshots and publish their errors; then no worker is left.
+
+        The next bridge goes on with those in groups.
+        """
         await self._requests.close()
         tasks = (*self._background, *self._admissions.values(), *self._runs)
         for task in tasks:
@@ -133,7 +151,7 @@ class SnapshotService:
             task.exception()
 
     async def _begin(self, schema: str, table: str, request: SnapshotRequest) -> Admission:
-        description = await self._describe(schema, table, request)
+        description, request = await self._describe(schema, table, request)
         if not request.fresh:
             finished = await self._find_finished(description, request)
             if finished is not None:
@@ -156,29 +174,44 @@ class SnapshotService:
                 f"{of_table} snapshots of {description.name} are under way, which is the limit; "
                 "ask again later"
             )
-        self._rates.take(description.name, request.requester, fresh=request.fresh)
+        self._rates.take(
+            description.name,
+            request.requester,
+            fresh=request.fresh,
+            is_part=request.options.where is not None,
+        )
 
     async def _describe(
         self, schema: str, table: str, request: SnapshotRequest
-    ) -> TableDescription:
+    ) -> tuple[TableDescription, SnapshotRequest]:
+        """The table, and the request with the values of its `where` checked."""
+        where = request.options.where
         try:
             measured = await self._catalog.ask(
                 lambda catalog: describe_table(catalog, self._source.publication, schema, table)
             )
-            description = measured.description.restricted_to(request.options.columns)
+            whole = measured.description
+            if where is not None:
+                unresolved = where
+                resolved = await self._catalog.ask(
+                    lambda catalog: resolve(catalog, whole.name, whole.key, unresolved)
+                )
+                request = request.resolved(resolved)
+            description = whole.restricted_to(request.options.columns)
         except Refused:
             if await self._store.is_foreign(table_token(schema, table)):
                 raise ForeignTable("another source publishes this table") from None
             raise
         if request.options.format == "arrow" and not description.columns:
             raise Refused(f"table {description.name} has no columns; ask for msgpack")
-        return description
+        return description, request
 
     async def _find_finished(
         self, description: TableDescription, request: SnapshotRequest
     ) -> str | None:
         schema, table = description.schema, description.table
         document = await self._schemas.ensure_schema(schema, table)
+        where = request.options.where
         wanted = MetaIdentity(
             self._source.name,
             self._source.epoch,
@@ -188,8 +221,11 @@ class SnapshotService:
             description.row_filter,
             request.options.format,
             request.options.zstd,
+            None if where is None else self._store.packed_where(where.document),
         )
-        return await self._store.find_reusable(table_token(schema, table), wanted)
+        return await self._store.find_reusable(
+            table_token(schema, table), wanted, may_have_pieces=request.options.pieces
+        )
 
     async def _schedule(self) -> None:
         """Start an export for all queued jobs whenever one may run."""
@@ -207,8 +243,78 @@ class SnapshotService:
             self._runs.add(run)
             run.add_done_callback(self._runs.discard)
 
-    async def _perform(self, jobs: list[SnapshotJob]) -> None:
-        run = ExportRun(
+    async def _schedule_groups(self) -> None:
+        """Copy one group of one table at a time, so that other tables always find an export."""
+        while True:
+            await stay_cancelled()
+            job = await self._registry.next_divided()
+            async with self._registry.exports:
+                # A task of its own: an interrupted group leaves its task marked as cancelled.
+                run = asyncio.create_task(self._perform_group(job), name="snapshot export")
+                self._runs.add(run)
+                run.add_done_callback(self._runs.discard)
+                await run
+
+    async def _perform_group(self, job: SnapshotJob) -> None:
+        """Copy the next group of a job, or complete it; queue it again if more is to be done."""
+        division = job.division
+        assert division is not None
+        pause = 0.0
+        try:
+            await self._copy_group(job)
+        except Overtaken as error:
+            self._registry.leave(job, str(error))
+        except CannotGoOn as error:
+            await self._registry.fail(job, str(error), may_retry=True)
+        except (GroupInterrupted, *JETSTREAM_ERRORS) as error:
+            pause = NATS_PAUSE_SECONDS
+            self._note_interrupted(job, error)
+            if division.failures > MOST_FAILURES:
+                await self._registry.fail(job, str(error))
+        except BridgeError as error:
+            division.failures += 1
+            pause = min(2.0**division.failures, LONGEST_PAUSE_SECONDS)
+            self._note_interrupted(job, error)
+            if division.failures > MOST_FAILURES:
+                await self._registry.fail(job, str(error))
+        except Exception as error:
+            logger.exception("snapshot export failed")
+            await self._registry.fail(job, f"internal error: {type(error).__name__}")
+        if job.state.is_final:
+            job.no_more_chunks.set()
+        else:
+            self._registry.postpone(job, pause)
+
+    async def _copy_group(self, job: SnapshotJob) -> None:
+        division = job.division
+        assert division is not None
+        await self._groups.prepare(job)
+        if not division.record.is_done:
+            run = self._run([job])
+            await run.perform()
+            if not run.owns(job):
+                return
+            await hold_async("snapshot.group.copied")
+            await self._groups.finish(job)
+            await hold_async("snapshot.group.finished")
+        elif job.description is None:
+            await self._run([job]).describe_copied()
+        if division.record.is_done:
+            await self._registry.complete(job)
+
+    def _note_interrupted(self, job: SnapshotJob, error: Exception) -> None:
+        job.wait_for([f"another attempt at this group: {error}"])
+        event(
+            logger,
+            "group of a snapshot interrupted",
+            level=logging.WARNING,
+            table=job.name,
+            snapshot_id=job.snapshot_id,
+            error=str(error),
+        )
+
+    def _run(self, jobs: list[SnapshotJob]) -> ExportRun:
+        return ExportRun(
             self._source,
             self._access,
             self._settings,
@@ -218,6 +324,9 @@ class SnapshotService:
             registry=self._registry,
             jobs=jobs,
         )
+
+    async def _perform(self, jobs: list[SnapshotJob]) -> None:
+        run = self._run(jobs)
         failure: str | None = None
         try:
             await run.perform()

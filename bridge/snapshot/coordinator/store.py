@@ -1,29 +1,37 @@
 """What JetStream stores of snapshots.
 
 INIT holds the chunks, and the metas and errors of each table. The object store holds wide rows. The
-KV bucket `bridge` holds a record of every active snapshot. A snapshot ends with its meta or its
-error; then its record is removed. A record that exists when a bridge becomes active was left by a
-bridge that died.
+KV bucket `bridge` holds a record of every active snapshot, see `records`. A snapshot ends with its
+meta or its error; then its record is removed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import re
 import time
+from collections import OrderedDict, deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import msgpack
 import nats.errors
 import nats.js.errors
 
 from bridge.errors import Retryable, SnapshotError
 from bridge.jetstream.dictionaries import DictionaryStore
+from bridge.jetstream.readback import stored_headers
 from bridge.jetstream.streams import StreamState, api, stream_state
 from bridge.schemas.store import read_document
+from bridge.snapshot.coordinator.groups import CannotGoOn
+from bridge.snapshot.coordinator.records import (
+    OVERTAKEN,
+    SNAPSHOT_ID,
+    Overtaken,
+    RecordStore,
+    SnapshotRecord,
+)
 from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.calls import DEFAULT_INBOX_PREFIX, ApiCall, consumer_name
 from consumer_sdk.transport.cancellation import stay_cancelled
@@ -34,7 +42,7 @@ from consumer_sdk.wire.errors import MISFITS, WireError
 from consumer_sdk.wire.subjects import table_token
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from nats.aio.client import Client
     from nats.js.kv import KeyValue
@@ -46,44 +54,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STOPPED: Final = "the bridge stopped while the snapshot was under way; ask again"
-OVERTAKEN: Final = "another bridge has taken over; ask again"
+NEW_EPOCH: Final = "a new epoch began while the snapshot was under way; ask again"
 CONSUMER_SECONDS: Final = 10.0
 PUBLISH_ATTEMPTS: Final = 4
 RETRY_SECONDS: Final = 1.0
 CLOSE_SECONDS: Final = 5.0
 SUPERSEDED_SECONDS: Final = 900.0
 MOST_METAS: Final = 10_000
-_SNAPSHOT_ID: Final = re.compile(r"[0-9A-Za-z_-]+\Z")
+MOST_WHERE_METAS: Final = 256
+MOST_KEPT_METAS: Final = 256
+PURGES_AT_ONCE: Final = 32
 JETSTREAM_ERRORS: Final = (nats.errors.Error, OSError, TimeoutError, ApiError, Retryable)
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotRecord:
-    """The record of a snapshot that has begun; complete once every chunk is stored."""
-
-    schema: str
-    table: str
-    snapshot_id: str
-    is_complete: bool = False
-
-    @property
-    def token(self) -> str:
-        return table_token(self.schema, self.table)
-
-    @property
-    def meta_id(self) -> str:
-        """The message id of its meta."""
-        return f"{self.snapshot_id}-meta"
-
-    @property
-    def error_id(self) -> str:
-        """The message id of its error."""
-        return f"{self.snapshot_id}-error"
-
-    @property
-    def object_prefix(self) -> str:
-        """Common prefix of the names of its objects."""
-        return f"snapshot-{self.snapshot_id}-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +79,8 @@ class MetaIdentity:
     row_filter: str | None
     format: str
     zstd: bool
+    where: bytes | None = None
+    """The canonical option, in MessagePack."""
 
 
 class SnapshotStore:
@@ -111,13 +94,19 @@ class SnapshotStore:
         self._failures: set[asyncio.Task[None]] = set()
         self._removed: set[str] = set()
         """Ids of superseded snapshots whose chunks are removed already."""
-        self._bucket: KeyValue
+        self._meta_turn = asyncio.Lock()
+        self._where_metas: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        """The newest metas with `where`, by snapshot id; a whole one hides them in the stream."""
+        self._where_ends: deque[tuple[float, SnapshotRecord, list[str]]] = deque()
+        """When each snapshot with `where` was completed, with its objects; the oldest first."""
         self._schemas: KeyValue
+        self.records: RecordStore
         self.dictionaries: DictionaryStore
 
     async def open(self) -> None:
         """Open the buckets."""
-        self._bucket = await self._js.key_value(self._subjects.bridge_bucket)
+        bucket = await self._js.key_value(self._subjects.bridge_bucket)
+        self.records = RecordStore(self._js, bucket, self._source)
         self._schemas = await self._js.key_value(self._subjects.schemas_bucket)
         self.dictionaries = DictionaryStore(await self._js.key_value(self._subjects.dicts_bucket))
 
@@ -143,44 +132,56 @@ class SnapshotStore:
             raise SnapshotError(f"there is no stream {self._subjects.cdc_stream}")
         return state
 
-    async def put_record(self, job: SnapshotJob) -> None:
-        """Write the record of a snapshot; this must happen before its id is published."""
-        key = _key(job.snapshot_id)
-        job.record_revision = await self._bucket.put(key, self._record_value(job.record))
+    async def cdc_now(self) -> StreamState | None:
+        """The same, None if there is no such stream; one of JETSTREAM_ERRORS if NATS is away."""
+        return await stream_state(self._client, self._subjects.cdc_stream)
 
     async def publish_meta(self, job: SnapshotJob) -> None:
-        """Publish the meta; SnapshotError if a chunk is missing or another bridge took over."""
-        if not await self._holds_record(job):
-            raise SnapshotError(OVERTAKEN)
+        """Publish the meta; SnapshotError if a chunk is missing, Overtaken if not ours any more."""
+        if job.division is not None:
+            await self.records.update(job)
+        elif not await self.records.is_held(job):
+            raise Overtaken
         stored = await self._count_chunks(job.token, job.snapshot_id)
+        if stored > job.next_chunk and job.division is not None:
+            # A bridge that was replaced may have stored chunks since the last group was begun.
+            found = await self.stored_chunks(job)
+            await self.remove_chunks(job, [n for n in found if n >= job.next_chunk])
+            stored = await self._count_chunks(job.token, job.snapshot_id)
         if stored != job.next_chunk:
-            raise SnapshotError(
+            kind = SnapshotError if job.division is None else CannotGoOn
+            raise kind(
                 f"stream {self._subjects.init_stream} holds {stored} of {job.next_chunk} chunks; "
                 "look at its limits"
             )
-        await self._complete_record(job)
+        await self.records.complete(job)
         await hold_async("between-chunk-and-meta")
-        subject = self._subjects.meta(job.token)
-        await self._publish(subject, self._meta(job), job.record.meta_id)
+        await self._publish_meta(job, self._meta(job))
         with suppress(*JETSTREAM_ERRORS):
-            await self._remove_record(job.snapshot_id)
+            await self.records.remove(job.snapshot_id)
 
-    def publish_error_later(self, job: SnapshotJob, error: str) -> None:
+    def publish_error_later(self, job: SnapshotJob, error: str, *, may_retry: bool = False) -> None:
         """Publish the error of a failed job in the background, and retry while NATS is away.
 
         Its chunks and objects are purged once no worker can store more of them.
         """
-        task = asyncio.create_task(self._end_failed(job, error), name="snapshot error")
+        task = asyncio.create_task(self._end_failed(job, error, may_retry), name="snapshot error")
         self._failures.add(task)
         task.add_done_callback(self._failures.discard)
 
-    async def end_abandoned(self) -> None:
-        """Publish the errors of snapshots that an earlier bridge left active, and purge them."""
+    async def end_abandoned(self) -> list[SnapshotRecord]:
+        """Publish the errors of snapshots that an earlier bridge left active, and purge them.
+
+        Return those in groups, with which this bridge goes on.
+        """
         abandoned = []
-        for record in await self._records():
+        resumable = []
+        for record in await self.records.all():
             # The bridge may have died after it published the meta or the error.
             if record.is_complete and await self._has_meta(record):
-                await self._remove_record(record.snapshot_id)
+                await self.records.remove(record.snapshot_id)
+            elif record.division is not None and record.division.epoch == self._source.epoch:
+                resumable.append(record)
             else:
                 abandoned.append(record)
         names = await self._object_names() if abandoned else []
@@ -188,7 +189,8 @@ class SnapshotStore:
             # First the chunks, so that a full stream has room for the error.
             await self._purge_chunks(record)
             try:
-                await self._publish_error(record, STOPPED)
+                reason = STOPPED if record.division is None else NEW_EPOCH
+                await self._publish_error(record, reason, may_retry=True)
             except nats.js.errors.APIError as error:
                 # A full INIT stream must not keep the bridge from streaming changes.
                 event(
@@ -200,7 +202,13 @@ class SnapshotStore:
                 )
                 continue
             await self._purge(record, [n for n in names if n.startswith(record.object_prefix)])
-            event(logger, "snapshot of an earlier bridge ended", snapshot_id=record.snapshot_id)
+            event(
+                logger,
+                "snapshot of an earlier bridge ended",
+                snapshot_id=record.snapshot_id,
+                reason=reason,
+            )
+        return resumable
 
     async def make_room(self, wanted_bytes: int) -> None:
         """Remove superseded snapshots if INIT has no room for so many bytes.
@@ -221,8 +229,8 @@ class SnapshotStore:
 
     async def _superseded(self, before: float) -> list[SnapshotRecord]:
         """The snapshots with a newer one of the same table that were completed before a time."""
-        newest: dict[str, SnapshotRecord] = {}
-        found = []
+        newest: dict[str, tuple[int, SnapshotRecord]] = {}
+        found: dict[str, SnapshotRecord] = {}
         sequence = 1
         for _ in range(MOST_METAS):
             try:
@@ -237,16 +245,25 @@ class SnapshotStore:
             sequence = (message.seq or sequence) + 1
             try:
                 meta = envelope.decode_payload(message.headers, message.data or b"")
-                older = newest.get(message.subject or "")
-                newest[message.subject or ""] = SnapshotRecord(
-                    meta["schema"], meta["table"], meta["snapshot_id"]
-                )
-                is_old = meta["timestamp"] / 1e6 < before
+                record = SnapshotRecord(meta["schema"], meta["table"], meta["snapshot_id"])
+                completed_at, has_where = int(meta["timestamp"]), "where" in meta["options"]
             except (WireError, *MISFITS):
                 continue
-            if older is not None and is_old and _SNAPSHOT_ID.match(older.snapshot_id):
-                found.append(older)
-        return [record for record in found if record.snapshot_id not in self._removed]
+            is_old = completed_at / 1e6 < before
+            if SNAPSHOT_ID.match(record.snapshot_id) is None:
+                continue
+            if has_where:
+                # It is of use only to who asked for it, and supersedes nothing.
+                if is_old:
+                    found[record.snapshot_id] = record
+                continue
+            other = newest.get(message.subject or "")
+            # The same meta, or an older one, may be stored again.
+            if other is None or other[0] < completed_at:
+                newest[message.subject or ""] = completed_at, record
+                if other is not None and is_old:
+                    found[other[1].snapshot_id] = other[1]
+        return [record for key, record in found.items() if key not in self._removed]
 
     async def is_foreign(self, token: str) -> bool:
         """Whether another source of the stream publishes this table."""
@@ -256,42 +273,118 @@ class SnapshotStore:
             return False
         return document is not None and document.get("source") != self._source.name
 
-    async def find_reusable(self, token: str, wanted: MetaIdentity) -> str | None:
-        """Id of the table's newest finished snapshot, if it may be used in place of a new one."""
-        meta = await self._newest_meta(token)
-        if meta is None:
-            return None
-        try:
-            found = MetaIdentity(
-                meta["source"],
-                meta["epoch"],
-                meta["relation_id"],
-                meta["schema_version"],
-                tuple(column["name"] for column in meta["columns"]),
-                meta["row_filter"],
-                meta["format"],
-                meta["zstd"],
-            )
-            if found == wanted and await self._is_whole(meta):
+    async def find_reusable(
+        self, token: str, wanted: MetaIdentity, *, may_have_pieces: bool = True
+    ) -> str | None:
+        """Id of the table's newest finished snapshot, if it may be used in place of a new one.
+
+        One with `where` that is no longer the newest meta is stored again, so that it is found.
+        """
+        newest = await self._newest_meta(token)
+        metas = [] if newest is None else [newest]
+        if wanted.where is not None:
+            metas += [
+                meta
+                for meta in reversed(self._where_metas.values())
+                if table_token(meta["schema"], meta["table"]) == token
+            ]
+        for meta in metas:
+            if not may_have_pieces and "pieces" in meta:
+                continue
+            try:
+                is_usable = self._identity(meta) == wanted and await self._is_whole(meta)
+            except (WireError, *MISFITS):
+                # Another version of the bridge wrote this meta.
+                continue
+            if is_usable:
+                if meta is not newest:
+                    await self._announce(token, meta, f"{time.time_ns():x}")
                 return str(meta["snapshot_id"])
-        except (KeyError, TypeError):
-            # Another version of the bridge wrote this meta.
-            return None
         return None
 
-    async def _end_failed(self, job: SnapshotJob, error: str) -> None:
+    def _identity(self, meta: dict[str, Any]) -> MetaIdentity:
+        where = meta["options"].get("where")
+        return MetaIdentity(
+            meta["source"],
+            meta["epoch"],
+            meta["relation_id"],
+            meta["schema_version"],
+            tuple(column["name"] for column in meta["columns"]),
+            meta["row_filter"],
+            meta["format"],
+            meta["zstd"],
+            None if where is None else self.packed_where(where),
+        )
+
+    def packed_where(self, where: dict[str, Any]) -> bytes:
+        """The option as a meta has it, in which JSON has written some values as text."""
+        body = envelope.encode({"v": envelope.WIRE_VERSION, **where}, as_json=self._source.as_json)
+        document = envelope.decode_payload({envelope.CONTENT_TYPE: self._source.content_type}, body)
+        packed: bytes = msgpack.packb(document)
+        return packed
+
+    async def _publish_meta(self, job: SnapshotJob, meta: dict[str, Any]) -> None:
+        if job.options.where is None:
+            async with self._meta_turn:
+                await self._publish(self._subjects.meta(job.token), meta, job.record.meta_id)
+            return
+        await self._announce(job.token, meta, job.record.meta_id)
+        self._where_metas[job.snapshot_id] = meta
+        while len(self._where_metas) > MOST_WHERE_METAS:
+            self._where_metas.popitem(last=False)
+        self._where_ends.append((time.monotonic(), job.record, job.objects))
+        with suppress(*JETSTREAM_ERRORS):
+            await self._expire_where(job.token)
+
+    async def _announce(self, token: str, meta: dict[str, Any], message_id: str) -> None:
+        """Store a meta with `where`, and after it the newest whole one again.
+
+        Readers look at the newest meta of a table before they ask for a snapshot.
+        """
+        subject = self._subjects.meta(token)
+        async with self._meta_turn:
+            newest = await self._newest_meta(token)
+            await self._publish(subject, meta, message_id)
+            if newest is not None and "where" not in newest.get("options", {}):
+                await self._publish(subject, newest, f"{message_id}-again")
+
+    async def _expire_where(self, token: str) -> None:
+        """Remove old snapshots with `where`, however many were asked for."""
+        while self._where_ends and self._where_ends[0][0] < time.monotonic() - SUPERSEDED_SECONDS:
+            _, record, objects = self._where_ends[0]
+            await self._purge(record, objects)
+            self._where_metas.pop(record.snapshot_id, None)
+            self._where_ends.popleft()
+        await self._js.purge_stream(
+            self._subjects.init_stream, subject=self._subjects.meta(token), keep=MOST_KEPT_METAS
+        )
+
+    async def _end_failed(self, job: SnapshotJob, error: str, may_retry: bool) -> None:
+        if job.division is not None and not await self._end_division(job):
+            return
         try:
-            await self._publish_error(job.record, error)
+            await self._publish_error(job.record, error, may_retry)
         except JETSTREAM_ERRORS:
             # The stream may be full of chunks of this snapshot.
             await job.no_more_chunks.wait()
             await _until_stored(lambda: self._purge_chunks(job.record))
-            await _until_stored(lambda: self._publish_error(job.record, error))
+            await _until_stored(lambda: self._publish_error(job.record, error, may_retry))
         # A chunk that is stored after the purge would stay.
         await job.no_more_chunks.wait()
         await _until_stored(lambda: self._purge(job.record, job.objects))
 
-    async def _publish_error(self, record: SnapshotRecord, error: str) -> None:
+    async def _end_division(self, job: SnapshotJob) -> bool:
+        """Record that a snapshot in groups ends; False if another bridge goes on with it."""
+        plain = replace(job.record, division=None)
+        try:
+            await _until_stored(lambda: self.records.update(job, plain))
+        except Overtaken:
+            return False
+        return True
+
+    async def _publish_error(
+        self, record: SnapshotRecord, error: str, may_retry: bool = False
+    ) -> None:
         document = {
             "v": envelope.WIRE_VERSION,
             "source": self._source.name,
@@ -300,7 +393,7 @@ class SnapshotStore:
             "table": record.table,
             "schema": record.schema,
             "error": error,
-            "retry": error in (STOPPED, OVERTAKEN),
+            "retry": may_retry or error in (STOPPED, OVERTAKEN),
             "ts": time.time_ns() // 1000,
         }
         await self._publish(self._subjects.error(record.token), document, record.error_id)
@@ -325,16 +418,53 @@ class SnapshotStore:
     async def _purge(self, record: SnapshotRecord, objects: Iterable[str]) -> None:
         """Remove everything of a failed snapshot; its record is removed last."""
         await self._purge_chunks(record)
-        for name in objects:
-            # The object may already have been deleted.
-            with suppress(nats.js.errors.NotFoundError):
-                store = await self._js.object_store(self._subjects.objects_bucket)
-                await store.delete(name)
-        await self._remove_record(record.snapshot_id)
+        await self._delete_objects(objects)
+        await self.records.remove(record.snapshot_id)
 
     async def _purge_chunks(self, record: SnapshotRecord) -> None:
         chunks = self._subjects.chunk(record.token, record.snapshot_id, "*")
         await self._js.purge_stream(self._subjects.init_stream, subject=chunks)
+
+    async def stored_chunks(self, job: SnapshotJob) -> dict[int, list[str]]:
+        """The digests of all stored chunks of a snapshot, by number; their rows are not read."""
+        chunks = self._subjects.chunk(job.token, job.snapshot_id, "*")
+        found: dict[int, list[str]] = {}
+        config = {"filter_subject": chunks, "deliver_policy": "all", "headers_only": True}
+        async for message in stored_headers(self._client, self._subjects.init_stream, config):
+            number = int(message.subject.rpartition(".")[2])
+            found.setdefault(number, []).append(
+                (message.headers or {}).get(envelope.CHUNK_SHA256, "")
+            )
+        return found
+
+    async def remove_chunks(self, job: SnapshotJob, numbers: Sequence[int]) -> None:
+        """Remove the chunks with these numbers."""
+        for start in range(0, len(numbers), PURGES_AT_ONCE):
+            await asyncio.gather(
+                *(
+                    self._js.purge_stream(
+                        self._subjects.init_stream,
+                        subject=self._subjects.chunk(job.token, job.snapshot_id, number),
+                    )
+                    for number in numbers[start : start + PURGES_AT_ONCE]
+                )
+            )
+
+    async def remove_objects(self, job: SnapshotJob, kept_attempts: set[str]) -> None:
+        """Remove the wide rows of a snapshot in groups, except those of these attempts."""
+        prefix = job.record.object_prefix
+        own = [name for name in await self._object_names() if name.startswith(prefix)]
+        job.objects = [
+            name for name in own if name.removeprefix(prefix).partition("-")[0] in kept_attempts
+        ]
+        await self._delete_objects(name for name in own if name not in set(job.objects))
+
+    async def _delete_objects(self, names: Iterable[str]) -> None:
+        for name in names:
+            # The object may already have been deleted.
+            with suppress(nats.js.errors.NotFoundError):
+                store = await self._js.object_store(self._subjects.objects_bucket)
+                await store.delete(name)
 
     async def _object_names(self) -> list[str]:
         try:
@@ -398,64 +528,6 @@ class SnapshotStore:
         stored = await self._count_chunks(token, meta["snapshot_id"])
         return bool(stored == meta["batch_count"])
 
-    async def _records(self) -> list[SnapshotRecord]:
-        """The records of this source."""
-        found = []
-        for key in await self._record_keys():
-            try:
-                record = read_record((await self._bucket.get(key)).value, self._source.name)
-            except nats.js.errors.KeyNotFoundError:
-                continue
-            if record is not None:
-                found.append(record)
-        return found
-
-    async def _record_keys(self) -> list[str]:
-        watcher = await self._bucket.watch(_key("*"), ignore_deletes=True, meta_only=True)
-        try:
-            keys = []
-            async for entry in watcher:
-                # None follows the last stored key.
-                if entry is None:
-                    break
-                keys.append(entry.key)
-            return keys
-        finally:
-            await watcher.stop()  # type: ignore[no-untyped-call]
-
-    async def _holds_record(self, job: SnapshotJob) -> bool:
-        """Whether no other bridge has ended this snapshot."""
-        try:
-            await self._bucket.get(_key(job.snapshot_id), revision=job.record_revision)
-        except nats.js.errors.KeyNotFoundError:
-            return False
-        return True
-
-    async def _complete_record(self, job: SnapshotJob) -> None:
-        """Mark the record complete before the meta; SnapshotError if another bridge took over."""
-        complete = SnapshotRecord(job.schema, job.table, job.snapshot_id, is_complete=True)
-        try:
-            await self._bucket.update(
-                _key(job.snapshot_id), self._record_value(complete), last=job.record_revision
-            )
-        except nats.js.errors.KeyWrongLastSequenceError as error:
-            raise SnapshotError(OVERTAKEN) from error
-
-    async def _remove_record(self, snapshot_id: str) -> None:
-        """Purge the key; deleting it would leave a marker for each snapshot."""
-        name = self._subjects.bridge_bucket
-        await self._js.purge_stream(f"KV_{name}", subject=f"$KV.{name}.{_key(snapshot_id)}")
-
-    def _record_value(self, record: SnapshotRecord) -> bytes:
-        document = {
-            "source": self._source.name,
-            "schema": record.schema,
-            "table": record.table,
-            "snapshot_id": record.snapshot_id,
-            "is_complete": record.is_complete,
-        }
-        return json.dumps(document).encode()
-
     def _meta(self, job: SnapshotJob) -> dict[str, Any]:
         assert job.description is not None
         assert job.point is not None
@@ -468,6 +540,7 @@ class SnapshotStore:
             "schema": job.schema,
             "relation_id": job.description.oid,
             "lsn": job.point.snapshot_lsn,
+            **_several_points(job),
             "timestamp": time.time_ns() // 1000,
             "batch_count": job.next_chunk,
             "row_count": job.rows,
@@ -484,25 +557,6 @@ class SnapshotStore:
         }
 
 
-def read_record(value: bytes | None, source: str) -> SnapshotRecord | None:
-    """Read a record of this source; None for any other value.
-
-    The id becomes part of a subject that is purged, so it must not hold a wildcard.
-    """
-    try:
-        document = json.loads(value or b"")
-        if document["source"] != source or _SNAPSHOT_ID.match(document["snapshot_id"]) is None:
-            return None
-        return SnapshotRecord(
-            str(document["schema"]),
-            str(document["table"]),
-            str(document["snapshot_id"]),
-            document["is_complete"] is True,
-        )
-    except MISFITS:
-        return None
-
-
 async def _until_stored(work: Callable[[], Awaitable[None]]) -> None:
     while True:
         await stay_cancelled()
@@ -515,11 +569,25 @@ async def _until_stored(work: Callable[[], Awaitable[None]]) -> None:
             return
 
 
+def _several_points(job: SnapshotJob) -> dict[str, Any]:
+    """Of a snapshot in several groups: where it is exact, and which chunks belong to which point.
+
+    A group without rows has no chunks, but its point counts.
+    """
+    if job.division is None or len(job.division.record.groups) < 2:
+        return {}
+    groups = job.division.record.groups
+    return {
+        "exact_lsn": max(group.snapshot_lsn for group in groups),
+        "pieces": [
+            {"lsn": group.snapshot_lsn, "chunks": [group.first_chunk, group.next_chunk - 1]}
+            for group in groups
+            if group.next_chunk > group.first_chunk
+        ],
+    }
+
+
 def _columns(table: TableDescription, schema_document: dict[str, Any]) -> list[dict[str, Any]]:
     """The copied columns, as the schema document describes them."""
     known = {column["name"]: column for column in schema_document["columns"]}
     return [{**column.to_document(), **known.get(column.name, {})} for column in table.columns]
-
-
-def _key(snapshot_id: str) -> str:
-    return f"snapshot.{snapshot_id}"

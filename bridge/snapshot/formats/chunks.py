@@ -25,6 +25,7 @@ RESERVED_BYTES: Final = 16 * 1024
 # A dictionary only helps at the beginning of the data; larger chunks gain nothing from it.
 DICTIONARY_HELPS_BYTES: Final = 32 * 1024
 REFERENCE: Final = "$ref"
+EXPECTED_SUBJECT_SEQUENCE: Final = "Nats-Expected-Last-Subject-Sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,19 @@ class ChunkMessageBuilder:
     """Compresses the chunks of one snapshot and adds headers and checksums."""
 
     def __init__(
-        self, snapshot_id: str, *, zstd: bool, dictionary: ZstdDictionary | None = None
+        self,
+        snapshot_id: str,
+        *,
+        zstd: bool,
+        dictionary: ZstdDictionary | None = None,
+        attempt: str = "",
     ) -> None:
+        """With `attempt`, the stream stores a chunk only if it holds none of that number.
+
+        The chunks of another attempt have other ids, so that none is taken for a duplicate.
+        """
         self._snapshot_id = snapshot_id
+        self._attempt = attempt
         self._plain = zstandard.ZstdCompressor(level=3) if zstd else None
         self._dictionary_id = ""
         self._with_dictionary: zstandard.ZstdCompressor | None = None
@@ -111,6 +122,9 @@ class ChunkMessageBuilder:
             envelope.MSG_ID: f"{self._snapshot_id}-{number}",
             envelope.CONTENT_TYPE: content.content_type,
         }
+        if self._attempt:
+            headers[envelope.MSG_ID] += f"-{self._attempt}"
+            headers[EXPECTED_SUBJECT_SEQUENCE] = "0"
         if self._plain is not None:
             payload = self._compress(self._plain, payload, headers)
         digest = sha256_hex(payload)

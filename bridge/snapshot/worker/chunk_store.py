@@ -43,6 +43,12 @@ CONNECT_SECONDS: Final = 30.0
 OBJECT_PART_BYTES: Final = 128 * 1024
 STORE_FAILED: Final = 10077
 """The error code of a stream that cannot store a message, also because it is full."""
+WRONG_LAST_SEQUENCE: Final = (10071, 10164)
+"""The error codes of a stream that already holds a message of the subject."""
+
+
+class NatsUnavailable(SnapshotError):
+    """NATS did not store something in time; another attempt may succeed."""
 
 
 class ChunkStore:
@@ -59,7 +65,7 @@ class ChunkStore:
         self._window = threading.Semaphore(WINDOW)
         self._client: Client | None = None
         self._js: JetStreamContext | None = None
-        self._failure: str | None = None
+        self._failure: SnapshotError | None = None
 
     def open(self) -> None:
         """Connect to NATS."""
@@ -99,7 +105,7 @@ class ChunkStore:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise SnapshotError(self._failure)
+            raise self._failure
 
     async def _connect(self) -> int:
         options = {
@@ -131,8 +137,10 @@ class ChunkStore:
                 except (nats.errors.Error, OSError, TimeoutError) as error:
                     full = await self._full(len(message.payload), error)
                     if full or not _may_pass(error) or time.monotonic() > deadline:
-                        self._failure = full or (
-                            f"stream {self._stream} does not accept a chunk: {_text(error)}"
+                        self._failure = (
+                            SnapshotError(full)
+                            if full
+                            else _failure(error, f"stream {self._stream} does not accept a chunk")
                         )
                         return
                     await asyncio.sleep(RETRY_SECONDS)
@@ -140,7 +148,7 @@ class ChunkStore:
                     stored()
                     return
         except Exception as error:  # noqa: BLE001 - the task is not awaited; `drain` raises it
-            self._failure = f"storing a chunk failed: {type(error).__name__}"
+            self._failure = SnapshotError(f"storing a chunk failed: {type(error).__name__}")
         finally:
             self._window.release()
 
@@ -174,8 +182,8 @@ class ChunkStore:
                 await objects.put(name, payload, ObjectMeta(name=name, options=options))
             except (nats.errors.Error, OSError, TimeoutError) as error:
                 if not _may_pass(error) or time.monotonic() > deadline:
-                    raise SnapshotError(
-                        f"object store {self._bucket} does not accept a wide row: {_text(error)}"
+                    raise _failure(
+                        error, f"object store {self._bucket} does not accept a wide row"
                     ) from error
                 await asyncio.sleep(RETRY_SECONDS)
             else:
@@ -190,6 +198,13 @@ def _may_pass(error: BaseException) -> bool:
     if isinstance(error, nats.js.errors.ServiceUnavailableError):
         return True
     return not isinstance(error, (nats.js.errors.APIError, nats.errors.MaxPayloadError))
+
+
+def _failure(error: Exception, what: str) -> SnapshotError:
+    if isinstance(error, nats.js.errors.APIError) and error.err_code in WRONG_LAST_SEQUENCE:
+        return NatsUnavailable("another bridge has stored a chunk of the same number")
+    kind = NatsUnavailable if _may_pass(error) else SnapshotError
+    return kind(f"{what}: {_text(error)}")
 
 
 def _text(error: BaseException) -> str:

@@ -33,7 +33,7 @@ from bridge.snapshot.messages import (
     unexpected,
 )
 from bridge.snapshot.tables import lock_sql
-from bridge.snapshot.worker.chunk_store import ChunkStore
+from bridge.snapshot.worker.chunk_store import ChunkStore, NatsUnavailable
 from bridge.snapshot.worker.pipe import CoordinatorPipe
 from bridge.snapshot.worker.table_copier import CopyCancelled, TableCopier
 from consumer_sdk.transport.holds import hold
@@ -113,7 +113,7 @@ class Worker:
             copier.copy(session, piece)
         except (BridgeError, CopyCancelled) as error:
             session.roll_back_to_savepoint()
-            self._pipe.send(TableFailed(copier.index, _described(error)))
+            self._pipe.send(_failed(copier, error))
             return False
         session.release_savepoint()
         return True
@@ -122,7 +122,7 @@ class Worker:
         try:
             copier.finish()
         except (BridgeError, CopyCancelled) as error:
-            self._pipe.send(TableFailed(copier.index, _described(error)))
+            self._pipe.send(_failed(copier, error))
         else:
             self._pipe.send(TableFinished(copier.index))
 
@@ -135,6 +135,10 @@ def _lower_priority() -> None:
     behind = NICENESS - os.nice(0) + _STARTED_AT
     if behind > 0:
         os.nice(behind)
+
+
+def _failed(copier: TableCopier, error: Exception) -> TableFailed:
+    return TableFailed(copier.index, _described(error), isinstance(error, NatsUnavailable))
 
 
 def _described(error: Exception) -> str:

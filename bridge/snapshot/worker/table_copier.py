@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 from bridge.postgres.copy_stream import copy_rows
 from bridge.snapshot.formats.chunks import ChunkHead, ChunkMessageBuilder, byte_limit
 from bridge.snapshot.formats.rows import RowEncoder, RowSamples
+from bridge.snapshot.keys import end_sql
 from bridge.snapshot.messages import (
     ChunkNumber,
     ChunkNumberWanted,
     ChunkStored,
     DictionaryTrained,
     ObjectAnnounced,
+    PieceCut,
     TableCancelled,
     unexpected,
 )
-from bridge.snapshot.tables import Piece, copy_sql
+from bridge.snapshot.tables import Piece, copy_sql, whole_table
 from consumer_sdk.transport.holds import hold
 from consumer_sdk.wire.subjects import table_token
 
@@ -43,14 +45,15 @@ class TableCopier:
         self.index = index
         self.description = own.description
         self._snapshot_id = own.snapshot_id
-        self._worker = task.worker
         self._store = store
         self._pipe = pipe
         self._objects = 0
         self._subjects = task.subjects
         self._token = table_token(own.description.schema, own.description.table)
+        # Another attempt at the same group has other rows in the objects of the same numbers.
+        self._objects_of = "-".join(filter(None, (own.snapshot_id, own.attempt, str(task.worker))))
         self._messages = ChunkMessageBuilder(
-            own.snapshot_id, zstd=own.zstd, dictionary=own.dictionary
+            own.snapshot_id, zstd=own.zstd, dictionary=own.dictionary, attempt=own.attempt
         )
         self._samples = RowSamples() if own.train else None
         self._encoder = self._make_encoder(task)
@@ -87,11 +90,21 @@ class TableCopier:
 
     def copy(self, session: CopySession, piece: Piece) -> None:
         """Copy one piece; rows that do not fill a chunk are kept for the next piece."""
+        if piece.rows is not None:
+            piece = self._cut(session, piece, piece.rows)
         statement = copy_sql(self.description, piece)
         with closing(copy_rows(session.connection, statement)) as blocks:
             for lines in blocks:
                 for content in self._encoder.add(lines):
                     self._send(content)
+
+    def _cut(self, session: CopySession, piece: Piece, rows: int) -> Piece:
+        """End a piece before the key after its first rows; the coordinator continues there."""
+        assert piece.keys is not None
+        session.prefer_indexes()
+        end = session.first_row(end_sql(whole_table(self.description), piece.keys, rows))
+        self._pipe.send(PieceCut(self.index, end))
+        return Piece(None, keys=piece.keys.until(end))
 
     def finish(self) -> None:
         """Send the remaining rows and wait for all acknowledgements."""
@@ -126,7 +139,7 @@ class TableCopier:
                 raise unexpected(other)
 
     def _store_object(self, payload: bytes) -> dict[str, Any]:
-        name = f"snapshot-{self._snapshot_id}-{self._worker}-{self._objects}"
+        name = f"snapshot-{self._objects_of}-{self._objects}"
         self._objects += 1
         self._pipe.send(ObjectAnnounced(self.index, name))
         return self._store.put_object(name, payload)
