@@ -100,9 +100,11 @@ def same_rows(dsn: str, lake: Path, *tables: str) -> Callable[[], bool]:
             return False
         try:
             assert_same_rows(dsn, lake, *tables)
-        except (AssertionError, TableNotFoundError, psycopg.Error):
-            # Not there yet, or without the newest column, or without the newest rows.
+        except AssertionError:
             compared = sorted(commits)
+            return False
+        except (TableNotFoundError, psycopg.Error):
+            # Not there yet, or without the newest column.
             return False
         return True
 
