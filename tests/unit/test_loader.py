@@ -23,8 +23,12 @@ class Requests:
         self.waiting = 0
         self._all_asked = asyncio.Event()
 
-    async def snapshot(self, _table: Any, *, fresh: bool) -> Any:
+    async def schema(self, table: tuple[str, str]) -> TableSchema:
+        return described(table[1])
+
+    async def snapshot(self, _table: Any, *, fresh: bool, pieces: bool) -> Any:
         assert not fresh
+        assert pieces
         self.waiting += 1
         if self.waiting == TABLES:
             self._all_asked.set()
@@ -32,16 +36,14 @@ class Requests:
         raise NotAvailable("all tables were asked for")
 
 
-def planned(number: int) -> MirrorCopy:
+def described(table: str) -> TableSchema:
     column = {"name": "id", "position": 1, "data_type": "integer", "type_oid": 23, "is_key": True}
-    return MirrorCopy(
-        TableSchema.from_document(
-            {
-                "v": 1, "source": "s", "epoch": 1, "schema": "public", "table": f"t{number}",
-                "timestamp": 0, "schema_version": 1, "lsn": 1, "primary_key": ["id"],
-                "replica_identity": "default", "columns": [column],
-            }
-        )
+    return TableSchema.from_document(
+        {
+            "v": 1, "source": "s", "epoch": 1, "schema": "public", "table": table,
+            "timestamp": 0, "schema_version": 1, "lsn": 1, "primary_key": ["id"],
+            "replica_identity": "default", "columns": [column],
+        }
     )  # fmt: skip
 
 
@@ -53,4 +55,4 @@ async def test_fifty_tables_are_requested_together() -> None:
     )
     async with asyncio.timeout(10):
         with pytest.raises(NotAvailable, match="all tables"):
-            await loader.run([planned(number) for number in range(TABLES)])
+            await loader.run([MirrorCopy(described(f"t{n}")) for n in range(TABLES)])

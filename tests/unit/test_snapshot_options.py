@@ -34,11 +34,12 @@ def test_options_are_read_in_either_encoding(pack: object) -> None:
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_snapshot_of_one_point_serves_those_who_allow_more_and_those_who_do_not(
+def test_a_request_says_whether_it_takes_several_points_and_its_meta_does_not_repeat_it(
     allowed: bool,
 ) -> None:
     request = parse_request(msgpack.packb({"pieces": allowed}), None, as_json=False, zstd=True)
-    assert (request.options, request.asked) == (CopyOptions(None, "msgpack", True), {})
+    options = CopyOptions(None, "msgpack", True, pieces=allowed)
+    assert (request.options, request.asked) == (options, {})
 
 
 def test_null_means_not_said() -> None:
