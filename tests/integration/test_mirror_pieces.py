@@ -288,11 +288,11 @@ async def test_a_value_that_nobody_sent_is_asked_for_by_key(
     url = f"sqlite:///{path}" if kind == "sqlite" else replica_database
     holds = tmp_path / "holds"
     holds.mkdir()
+    # Killed when the incomplete row is stored, and while nobody answers.
+    (holds / "mirror-after-commit.kill").touch()
+    mirror = mirror_process("items", "--into", url, environment={"TAILRACE_HOLD": str(holds)})
+    assert await asyncio.to_thread(mirror.wait) == 128 + signal.SIGKILL, mirror.describe()
     async with pieces.answering("items") as requests:
-        # Killed when the incomplete row is stored, and before it is completed.
-        (holds / "mirror-after-commit.kill").touch()
-        mirror = mirror_process("items", "--into", url, environment={"TAILRACE_HOLD": str(holds)})
-        assert await asyncio.to_thread(mirror.wait) == 128 + signal.SIGKILL, mirror.describe()
         mirror = mirror_process("items", "--into", url)
         await asyncio.to_thread(mirror.wait_logged, 'event="completing rows"', 60)
         await eventually(lambda: requests, 60, mirror.describe)
@@ -343,8 +343,8 @@ async def test_if_rows_cannot_be_asked_for_the_table_is_copied_at_one_point(
     assert requests[1]["pieces"] is False
     assert sqlite_rows(path, "items") is None
     bridge_process()
-    mirror = (
-        mirror_process("items", "--into", f"sqlite:///{path}") if not mirror.running else mirror
-    )
+    # It may have given up meanwhile.
+    mirror.kill()
+    mirror = mirror_process("items", "--into", f"sqlite:///{path}")
     await asyncio.to_thread(wait_until, lambda: sqlite_rows(path, "items") is not None, 60)
     await asyncio.to_thread(wait_equal, database.dsn, path, "items", mirror=mirror)
