@@ -52,14 +52,9 @@ from bridge.telemetry.wal_monitor import WalLimits, WalMonitor
 from consumer_sdk.transport.api import ApiError
 from consumer_sdk.transport.calls import ApiCall, bridge_calls
 from consumer_sdk.transport.cancellation import errors_of, restarted
-from consumer_sdk.transport.connection import (
-    explain_refusal,
-    is_forbidden,
-    is_refused,
-    one_line,
-)
 from consumer_sdk.transport.holds import print_tasks_on_signal
 from consumer_sdk.transport.logfmt import event
+from consumer_sdk.transport.refusals import explain_refusal, is_forbidden, is_refused, one_line
 from consumer_sdk.transport.version import __version__
 from consumer_sdk.wire.position import format_lsn
 

@@ -31,7 +31,7 @@ from consumer_sdk.wire.position import format_lsn
 
 if TYPE_CHECKING:
     from bridge.events.messages import Packaging
-    from bridge.events.relations import CompiledRelation, Writer
+    from bridge.events.relations import CompiledRelation, MessageWriter
     from bridge.events.resume import Resume
 
 NAMES_BYTES: Final = 4 * 1024 * 1024
@@ -62,7 +62,7 @@ class Assembler:
         self._take = self._changes.take
         self._replay = Replay(resume)
         self._relations: dict[int, CompiledRelation] = {}
-        self._writers: dict[bytes, Writer] = {}
+        self._writers: dict[bytes, MessageWriter] = {}
         self._truncations: deque[tuple[str, int]] = deque(maxlen=KEPT_TRUNCATIONS)
         """The tables truncated last, with the transactions that truncated them."""
         self._transaction = TransactionHeader(0, 0, 0)

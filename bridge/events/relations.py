@@ -130,7 +130,7 @@ class MessageParts:
         return b"%b%d%b" % (self.id_head, seq, self.id_tail)
 
 
-class Writer:
+class MessageWriter:
     """A writer, the number of fields that it writes, and the parts of its messages."""
 
     __slots__ = ("field_count", "parts", "relation", "write")
@@ -215,7 +215,7 @@ class CompiledRelation:
         self.delete = MessageParts(self, "DELETE", packaging)
         self.truncate = MessageParts(self, "TRUNCATE", packaging)
         self.commit = MessageParts(self, "COMMIT", packaging)
-        self.writers: dict[bytes, Writer] = {}
+        self.writers: dict[bytes, MessageWriter] = {}
         """By the first bytes of a message: message kind, relation, kind of the first row."""
         if utf8 and not json_messages and can_write(columns):
             write, write_update = compile_row_writer, compile_update_writer
@@ -230,7 +230,7 @@ class CompiledRelation:
             ):
                 fields = 2 if function is write_update else 1
                 deferred = Deferred(partial(function, columns, only=names), cold=cold_rows)
-                writer = Writer(deferred, fields, parts, self)
+                writer = MessageWriter(deferred, fields, parts, self)
                 deferred.replace = writer.use
                 self.writers[tag % number] = writer
 

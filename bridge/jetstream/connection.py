@@ -7,13 +7,9 @@ from typing import TYPE_CHECKING, Any
 import nats.errors
 
 from bridge.errors import BrokerError, Retryable, SettingsError
-from consumer_sdk.transport.connection import (
-    NatsConnection,
-    explain_refusal,
-    is_refused,
-    one_line,
-)
+from consumer_sdk.transport.connection import NatsConnection
 from consumer_sdk.transport.options import BadOption, ConnectionOptions
+from consumer_sdk.transport.refusals import explain_refusal, is_refused, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,8 +22,8 @@ from consumer_sdk.transport.api import (
     parse_time_us,
 )
 from consumer_sdk.transport.calls import ApiCall
-from consumer_sdk.transport.connection import one_line
 from consumer_sdk.transport.logfmt import event
+from consumer_sdk.transport.refusals import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,7 +22,7 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ApplyAgain:
     """Apply these changes, which are below the exact LSN of a next copy."""
 
     copy: MirrorCopy
@@ -52,7 +52,7 @@ class Save:
     copies: list[MirrorCopy]
 
 
-Action = Apply | Replay | Alter | Promote | Save
+Action = Apply | ApplyAgain | Alter | Promote | Save
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from consumer_sdk.mirror.decisions import (
     Alter,
     Apply,
+    ApplyAgain,
     Promote,
     RepairNeeded,
-    Replay,
     Save,
     WantedRows,
 )
@@ -383,7 +383,7 @@ class HandOff:
         exact_lsn = copy.copy.exact_lsn
         count = sum(event.commit_lsn < exact_lsn for event in events)
         if count:
-            self._actions.append(Replay(copy.copy, events[:count]))
+            self._actions.append(ApplyAgain(copy.copy, events[:count]))
         if count < len(events):
             self._actions.append(Apply(copy.copy, events[count:]))
         rows = incomplete.follow(copy.copy.incomplete, events, copy.copy.schema, exact_lsn)

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
-from consumer_sdk.mirror.decisions import Alter, Apply, Promote, RepairNeeded, Replay, Save
+from consumer_sdk.mirror.decisions import Alter, Apply, ApplyAgain, Promote, RepairNeeded, Save
 from consumer_sdk.targets.target import CannotAlter, CopyState, Lane, MirrorCopy
 from consumer_sdk.transport.holds import hold
 
@@ -62,7 +62,7 @@ class Writer:
             self._begin()
             if isinstance(action, Apply):
                 target.apply(action.copy, action.events)
-            elif isinstance(action, Replay):
+            elif isinstance(action, ApplyAgain):
                 hold("mirror-before-replay")
                 target.replay(action.copy, action.events)
             elif isinstance(action, Save):

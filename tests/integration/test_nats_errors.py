@@ -13,12 +13,8 @@ from nats.aio.client import Client as NatsClient
 from bridge.preflight.permissions import BRIDGE_USER, READER_USER
 from consumer_sdk import sync
 from consumer_sdk.client import Client, connect
-from consumer_sdk.transport.connection import (
-    NatsConnection,
-    is_forbidden,
-    is_refused,
-    open_connection,
-)
+from consumer_sdk.transport.connection import NatsConnection, open_connection
+from consumer_sdk.transport.refusals import is_forbidden, is_refused
 from consumer_sdk.transport.settings import NatsSettings
 from tests.fixtures.mirror import wait_equal
 from tests.fixtures.nats import PASSWORD, READER_ENVIRONMENT, accounts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from consumer_sdk.errors import CorruptData
-from consumer_sdk.mirror.decisions import Promote, RepairNeeded, Replay
+from consumer_sdk.mirror.decisions import ApplyAgain, Promote, RepairNeeded
 from consumer_sdk.mirror.handoff import HandOff
 from consumer_sdk.mirror.writer import Writer
 from consumer_sdk.snapshot.snapshot import SnapshotMeta, SnapshotPiece
@@ -165,7 +165,7 @@ def test_a_value_of_the_row_that_took_the_key_later_is_not_used() -> None:
     machine = bench.load(first, source.commit() + 1)
     source.progress()
     actions = bench.follow(machine)
-    assert any(isinstance(action, Replay) for action in actions)
+    assert any(isinstance(action, ApplyAgain) for action in actions)
     assert not any(isinstance(action, Promote) for action in actions)
     assert bench.target.tables() == []
     (wanted,) = machine.wanted_rows()

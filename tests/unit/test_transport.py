@@ -10,13 +10,13 @@ import nats.errors
 import pytest
 
 from consumer_sdk.transport.api import message_of, parse_headers, parse_time_us
-from consumer_sdk.transport.connection import is_forbidden, is_refused, one_line
 from consumer_sdk.transport.options import (
     BadOption,
     ConnectionOptions,
     TlsNotOffered,
     require_address,
 )
+from consumer_sdk.transport.refusals import is_forbidden, is_refused, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,8 +27,9 @@ from bridge.snapshot.coordinator.admission import (
 from bridge.snapshot.keys import parse_where
 from consumer_sdk.transport.api import parse_headers
 from consumer_sdk.transport.cancellation import stay_cancelled
-from consumer_sdk.transport.connection import NatsConnection, one_line
+from consumer_sdk.transport.connection import NatsConnection
 from consumer_sdk.transport.logfmt import event
+from consumer_sdk.transport.refusals import one_line
 from consumer_sdk.wire import envelope
 from consumer_sdk.wire.errors import WireError
 from consumer_sdk.wire.subjects import parse_table_token
