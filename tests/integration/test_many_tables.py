@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from consumer_sdk import Client
     from tests.fixtures.bridge_process import BridgeProcess
     from tests.fixtures.cdc_log import CdcLog
     from tests.fixtures.postgres import Database
@@ -266,3 +268,17 @@ async def test_the_processing_time_begins_with_the_receipt_of_the_wal(
     proxy.hear()
     wait_until(lambda: bridge.status()["cdc_events_published"] == 4)
     wait_until(lambda: bridge.status()["last_processing_time_us"] >= 2_000_000)
+
+
+async def test_snapshots_of_hundreds_of_tables_asked_for_at_once_finish(
+    database: Database, client: Client, bridge_process: Callable[..., BridgeProcess]
+) -> None:
+    count = 500
+    rows = "SELECT g AS id FROM generate_series(1, 10) g"
+    database.execute(";".join(f"CREATE TABLE t{n} AS {rows}" for n in range(count)))
+    database.execute("CREATE PUBLICATION pub FOR ALL TABLES")
+    bridge = bridge_process()
+    async with asyncio.timeout(100):
+        found = await asyncio.gather(*(client.snapshot(f"t{n}") for n in range(count)))
+    assert {snapshot.meta.row_count for snapshot in found} == {10}
+    assert bridge.status()["reconnect_count"] == 0
