@@ -387,7 +387,8 @@ class World:
     async def bounds(self) -> StreamBounds:
         return StreamBounds(self.first, self.stream.last, self.created)
 
-    async def snapshot(self, table: TableName, *, fresh: bool) -> Any:
+    async def snapshot(self, table: TableName, *, fresh: bool, pieces: bool) -> Any:
+        del pieces  # every snapshot of the model has one point
         schema = await self.schema(table)
         source = self.sources[self.owners[table]]
         stored = self.metas.get(table)
@@ -417,7 +418,7 @@ class World:
                 epoch=source.epoch, table=table[1], schema=table[0], snapshot_lsn=source.lsn,
                 row_count=len(source.rows[table]), schema_version=schema.schema_version,
                 stream_created=self.created, cdc_seq=min(cdc_seq, self.stream.last + 1),
-                relation_id=source.relations.get(table, 1),
+                relation_id=source.relations.get(table, 1), exact_lsn=0,
             ),
         )  # fmt: skip
         self.trace.append(f"  snapshot {made.meta.snapshot_id} cdc_seq {cdc_seq}")

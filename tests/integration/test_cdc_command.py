@@ -21,7 +21,7 @@ import pyarrow.parquet
 import pytest
 
 from consumer_sdk import connect
-from consumer_sdk.snapshot.snapshot import decode_meta, newest_meta
+from consumer_sdk.snapshot.snapshot import decode_meta, newest_metas
 from tests.fixtures.bridge_process import clean_environment
 from tests.fixtures.nats import READER_ENVIRONMENT
 from tests.fixtures.waiting import wait_until
@@ -361,9 +361,9 @@ def test_parquet_is_the_same_from_arrow_chunks_as_from_rows(
 
 async def newest_format(nats_url: str, prefix: str) -> str:
     async with connect(nats_url, prefix=prefix) as client:
-        frame = await newest_meta(client.deployment, "users")
-        assert frame is not None
-        return decode_meta(frame).format
+        async for frame in newest_metas(client.deployment, "users"):
+            return decode_meta(frame).format
+    raise AssertionError("there is no meta")
 
 
 def test_what_parquet_cannot_hold_is_said_and_nothing_is_left(shop: Shop, tmp_path: Path) -> None:

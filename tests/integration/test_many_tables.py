@@ -20,7 +20,7 @@ from bridge.postgres.coverage import Covered
 from bridge.postgres.publication import PublicationReader, read_publication
 from bridge.preflight.findings import Finding
 from bridge.preflight.postgres import connect_for_check
-from bridge.schemas.coverage_watch import CoverageStore
+from bridge.schemas.coverage_watch import CoverageStore, SavedCoverage
 from bridge.source import Source
 from consumer_sdk.wire import Subjects
 from tests.fixtures.postgres import both_versions
@@ -132,17 +132,17 @@ async def test_a_coverage_beyond_the_largest_message_is_kept_in_parts() -> None:
             )
             for n in range(8000)
         }
-        await store.save(coverage)
-        assert await store.load() == coverage
+        await store.save(SavedCoverage(coverage))
+        assert await store.load() == SavedCoverage(coverage)
         parts = [key for key in await bucket.keys() if key != "coverage.shop"]
         assert len(parts) > 1
         coverage["t1"].relation_id = 5
-        await store.save(coverage)
-        assert await CoverageStore(client, bucket, source).load() == coverage
+        await store.save(SavedCoverage(coverage))
+        assert await CoverageStore(client, bucket, source).load() == SavedCoverage(coverage)
         assert not set(parts) & set(await bucket.keys())
         small = {"t1": coverage["t1"]}
-        await store.save(small)
-        assert await store.load() == small
+        await store.save(SavedCoverage(small))
+        assert await store.load() == SavedCoverage(small)
         assert await bucket.keys() == ["coverage.shop"]
         await client.close()
 

@@ -185,7 +185,21 @@ async def test_options_in_the_address_do_not_change_the_search_path(database: Da
 
 def test_every_function_in_our_sql_is_qualified() -> None:
     syntax = {"coalesce", "extract", "greatest", "least", "nullif"}
-    aliases = {"base", "element", "f", "k", "l", "o", "r", "t", "w", "waiting", "varattno"}
+    aliases = {
+        "base",
+        "c",
+        "element",
+        "f",
+        "k",
+        "l",
+        "o",
+        "r",
+        "t",
+        "v",
+        "w",
+        "waiting",
+        "varattno",
+    }
     unqualified = {
         name: modules
         for name, modules in called_names().items()

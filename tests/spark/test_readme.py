@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from consumer_sdk.transport.version import ShowVersion
 from spark_consumer import __file__ as package
 from spark_consumer import cli
 from spark_consumer.lake import query
@@ -85,7 +86,7 @@ def test_every_option_of_the_command_is_named() -> None:
     flags = [
         flag
         for action in parser._actions
-        if not isinstance(action, argparse._HelpAction | argparse._VersionAction)
+        if not isinstance(action, argparse._HelpAction | ShowVersion)
         for flag in action.option_strings
     ]
     assert [flag for flag in flags if f"`{flag}" not in README] == []
