@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import pytest
 
-from tests.fixtures.postgres import both_versions
+from tests.fixtures.postgres import both_versions, versions_since
 from tests.fixtures.waiting import eventually
 
 if TYPE_CHECKING:
@@ -48,7 +48,14 @@ async def test_ranges_and_lists_choose_rows_at_one_point(
         assert ids(read) == expected
         assert "pieces" not in read.meta
         assert "exact_lsn" not in read.meta
-    # With a filter and a column list of its own, in the other formats.
+
+
+@versions_since(15)
+async def test_rows_by_key_obey_a_row_filter_in_every_format(
+    database: Database, snapshots: Snapshots
+) -> None:
+    create_users(database)
+    await snapshots.start(**OFTEN)
     database.execute("ALTER PUBLICATION pub SET TABLE users WHERE (id % 2 = 0)")
     for form in ("json", "arrow"):
         read = await snapshots.take(
